@@ -1,0 +1,73 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else: scripts/engine_venv.py builds a virtual
+# environment with the real engine and a CPU build of torch (.cache/engine-venv, or $DSV4_GRAPHS_VENV), keeps it, and
+# runs the commands in it.
+
+.DEFAULT_GOAL := help
+
+CANDIDATES := python3.11 python3.12 python3.13 python3
+ifndef PYTHON
+PYTHON := $(shell for p in $(CANDIDATES); do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+endif
+
+IN_VENV = $(PYTHON) scripts/engine_venv.py
+PYTEST = pytest --color=auto
+# Arguments for the demo, and for both runs of the tests: make test PYTEST_ARGS="-k plan".
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help python venv demo lint format test test-0.5.23 test-0.5.22 clean distclean
+
+help:
+	@echo "make demo       run the plugin in the real engine on the CPU, with and without graphs, and compare"
+	@echo "make test       lint, then the tests on sglang 0.5.23, then the engine tests on sglang 0.5.22"
+	@echo "make lint       ruff and mypy alone          make format  let ruff rewrite what it can"
+	@echo "make venv       only build the environment   make clean   remove caches and build leftovers"
+	@echo "make distclean  clean, and remove the environment"
+
+python:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer among: $(CANDIDATES)." >&2; \
+		echo "       Install python3.11 (Debian, Ubuntu: with python3.11-venv), or: make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: PYTHON=$(PYTHON) is not a Python 3.11 or newer." >&2; exit 1; }
+
+venv: python
+	@$(IN_VENV) --engine 0.5.22
+
+demo: python
+	@$(IN_VENV) sglang_dsv4_graphs demo $(DEMO_ARGS)
+
+lint: python
+	@echo "== ruff check"
+	@$(IN_VENV) ruff check .
+	@echo "== ruff format"
+	@$(IN_VENV) ruff format --check .
+	@echo "== mypy"
+	@$(IN_VENV) mypy
+
+format: python
+	@$(IN_VENV) ruff check --fix .
+	@$(IN_VENV) ruff format .
+
+# One after the other, also under make -j: they print to one terminal and share two cores.
+test: python
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory test-0.5.23
+	@$(MAKE) --no-print-directory test-0.5.22
+	@echo "== all passed: lint, sglang 0.5.23, sglang 0.5.22"
+
+# --engine-version makes a run fail that meets another engine, or in which nothing was executed.
+test-0.5.23: python
+	@echo "== tests, sglang 0.5.23"
+	@$(IN_VENV) $(PYTEST) --engine-version 0.5.23 $(PYTEST_ARGS)
+
+test-0.5.22: python
+	@echo "== engine tests, sglang 0.5.22"
+	@$(IN_VENV) --engine 0.5.22 $(PYTEST) --engine-version 0.5.22 -m engine $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist .cache/mypy .cache/pytest .cache/ruff
+	find sglang_dsv4_graphs tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .cache

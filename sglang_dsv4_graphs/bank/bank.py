@@ -1,0 +1,214 @@
+"""A bank: one graph per bucket of rows, all of one layer range.
+
+Padding a step to the next bucket lets a handful of graphs serve every row count. The bank owns what its graphs
+read and write (static rows, counts, the capture step's batch and metadata, the padded query buffer) for as long
+as the graphs live, and it refuses to replay when something it does not own has moved.
+
+Does not decide whether a step replays (``decide``), and does not know when to capture (``sweep``).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_dsv4_graphs.bank.backend import GraphBackend, Recording
+from sglang_dsv4_graphs.bank.buckets import bucket_for
+from sglang_dsv4_graphs.bank.counts import RowCounts
+from sglang_dsv4_graphs.bank.guard import AddressGuard, Addresses
+from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
+from sglang_dsv4_graphs.bank.statics import StaticRows
+
+# (real rows, bucket rows, sharded) -> rows of this rank's shard
+LocalRows = Callable[[int, int, bool], int]
+
+
+@dataclass(frozen=True)
+class RangeOutputs:
+    """Rows that leave a range; views of static buffers, valid until the bank's next replay."""
+
+    residual: torch.Tensor
+    pre: torch.Tensor | None
+    aux: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, outputs: list[torch.Tensor | None], rows: int) -> RangeOutputs:
+        cut = [None if t is None else t[:rows] for t in outputs]
+        if cut[0] is None:
+            raise ValueError("a range without residual output")
+        return cls(cut[0], cut[1], cut[2] if len(cut) > 2 else None)
+
+    def cloned(self) -> RangeOutputs:
+        """A copy that outlives the next replay."""
+        return RangeOutputs(*(None if t is None else t.clone() for t in (self.residual, self.pre, self.aux)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class CaptureStats:
+    """What one captured bucket cost."""
+
+    rows: int
+    segments: int
+    seconds: float
+    bytes: int
+
+
+@dataclass
+class _Captured:
+    recording: Recording
+    addresses: Addresses
+    stats: CaptureStats
+    # Never read: what the graph's kernels read by address must live as long as it.
+    owned: tuple[Any, ...]
+
+
+class Bank:
+    """Captured graphs of one range, by bucket."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        layers: LayerRange,
+        buckets: tuple[int, ...],
+        backend: GraphBackend,
+        guard: AddressGuard,
+        local_rows: LocalRows,
+        captured_layers: tuple[int, ...] = (),
+        free_bytes: Callable[[], int] = lambda: 0,
+        debug: bool = False,
+    ) -> None:
+        self.name = name
+        self.layers = layers
+        self.planned = buckets
+        self.captured_layers = captured_layers
+        self.guard = guard
+        self.retired: str | None = None
+        self._backend = backend
+        self._local_rows = local_rows
+        self._free_bytes = free_bytes
+        self._debug = debug
+        self._statics = StaticRows(max(buckets, default=0))
+        self._counts: RowCounts | None = None
+        self._query_pad: torch.Tensor | None = None
+        self._captured: dict[int, _Captured] = {}
+        self._buckets: tuple[int, ...] = ()
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Captured buckets, ascending; empty once retired."""
+        return self._buckets
+
+    @property
+    def stats(self) -> list[CaptureStats]:
+        return [self._captured[rows].stats for rows in self._buckets]
+
+    @property
+    def static_bytes(self) -> int:
+        return self._statics.nbytes
+
+    def owned_tensors(self) -> list[torch.Tensor]:
+        """Everything the graphs read that the bank keeps: what poison tests must leave alone."""
+        counts = [] if self._counts is None else self._counts.tensors
+        pad = [] if self._query_pad is None else [self._query_pad]
+        return [*self._statics.tensors, *counts, *pad]
+
+    def recording(self, bucket: int) -> Recording:
+        return self._captured[bucket].recording
+
+    def bucket_for(self, rows: int) -> int | None:
+        return bucket_for(rows, self._buckets)
+
+    def check(self, bucket: int, *, everything: bool = False) -> None:
+        """Raise ``MovedBufferError`` if a buffer that ``bucket``'s graph reads has moved."""
+        self.guard.check(
+            self._captured[bucket].addresses, bank=self.name, bucket=bucket, everything=everything
+        )
+
+    def drop(self, bucket: int) -> None:
+        """Forget one bucket's graph; its steps run eagerly from now on."""
+        self._captured.pop(bucket, None)
+        self._buckets = tuple(sorted(self._captured))
+
+    def retire(self, reason: str) -> None:
+        """Drop every graph for good."""
+        self.retired = reason
+        self._captured.clear()
+        self._buckets = ()
+
+    def capture(self, bucket: int, live: RangeInputs, batch: Any, metadata: Any) -> CaptureStats:
+        """Record ``bucket``'s graph from a dummy step of exactly ``bucket`` rows.
+
+        ``metadata`` is the attention metadata in use; it may hold the padded query buffer.
+
+        Raises:
+            CaptureError: the graph could not be recorded; nothing of it is kept.
+        """
+        start, free = time.perf_counter(), self._free_bytes()
+        self._statics.allocate(live.tensors())
+        self._statics.copy_in(live.tensors())
+        batch = self._own_batch(batch, bucket, bucket)
+        if self._query_pad is not None and hasattr(metadata, "q_pad_buffer"):
+            metadata.q_pad_buffer = self._query_pad
+        with self.layers.capture_scope(batch):
+            recording = self._backend.record(self._body(live, bucket, batch), warmups=1)
+        self._query_pad = getattr(metadata, "q_pad_buffer", None)
+        stats = CaptureStats(
+            bucket, recording.segments, time.perf_counter() - start, max(0, free - self._free_bytes())
+        )
+        owned = (batch, dict(vars(batch)), metadata)
+        self._captured[bucket] = _Captured(recording, self.guard.addresses(), stats, owned)
+        self._buckets = tuple(sorted(self._captured))
+        return stats
+
+    def outputs(self, bucket: int, rows: int) -> RangeOutputs:
+        """The first ``rows`` rows of what ``bucket``'s last replay (or its capture) left."""
+        return RangeOutputs.of(self._captured[bucket].recording.outputs, rows)
+
+    def replay(self, bucket: int, live: RangeInputs, batch: Any) -> RangeOutputs:
+        """Run ``bucket``'s graph on a step's rows (at most ``bucket``); ``check`` comes before."""
+        captured = self._captured[bucket]
+        self._statics.copy_in(live.tensors())
+        step = self._own_batch(batch, live.rows, bucket)
+        with self.layers.replay_scope(step):
+            captured.recording.replay_debug() if self._debug else captured.recording.replay()
+        return self.outputs(bucket, live.rows)
+
+    def run_eagerly(self, bucket: int, live: RangeInputs, batch: Any) -> RangeOutputs:
+        """The same padded rows without the graph: the reference a replay must equal bit for bit.
+
+        Repeats the step's KV writes, so it must see the cache state that the replay saw.
+        """
+        self._statics.copy_in(live.tensors())
+        step = self._own_batch(batch, live.rows, bucket)
+        with self.layers.capture_scope(step):
+            outputs = self._body(live, bucket, step)()
+        return RangeOutputs.of(outputs, live.rows)
+
+    def _body(
+        self, live: RangeInputs, bucket: int, batch: Any
+    ) -> Callable[[], list[torch.Tensor | None]]:
+        inputs = live.like(self._statics.inputs(bucket))
+
+        def body() -> list[torch.Tensor | None]:
+            outputs = self.layers.body(inputs, batch, self.captured_layers)
+            return self._statics.store_outputs(outputs, bucket)
+
+        return body
+
+    def _own_batch(self, batch: Any, rows: int, bucket: int) -> Any:
+        """A copy of the batch that carries the real row count, on the bank's own device counts."""
+        step = copy.copy(batch)
+        step.global_num_token_non_padded_cpu = rows
+        if batch.num_token_non_padded is not None:
+            if self._counts is None:
+                self._counts = RowCounts(batch.num_token_non_padded)
+            sharded = bool(getattr(batch, "attn_tp_sequence_sharded", False))
+            self._counts.write(self._local_rows(rows, bucket, sharded), rows)
+            self._counts.bind(step)
+        return step

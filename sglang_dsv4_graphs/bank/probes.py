@@ -1,0 +1,54 @@
+"""The plugin's own guarded buffers: what captured kernels are known to read by address and others own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from sglang_dsv4_graphs.bank.guard import GuardedBuffer
+from sglang_dsv4_graphs.extend import Probe, hookimpl
+
+
+class KnownBuffers:
+    """Guard implementation for the request window's workspace and flashinfer's workspace cache."""
+
+    @hookimpl
+    def dsv4_graphs_guard(self, probe: Probe) -> Iterable[GuardedBuffer]:
+        yield from _request_window(probe)
+        yield from _flashinfer_cache()
+
+
+def _request_window(probe: Probe) -> Iterable[GuardedBuffer]:
+    pool = probe.attn_backend.token_to_kv_pool
+
+    def workspace() -> torch.Tensor | None:
+        window = getattr(pool, "request_window", None)
+        held = None if window is None else window.workspace
+        return None if held is None else held.kv_buffer[0]
+
+    if getattr(pool, "request_window", None) is not None:
+        yield GuardedBuffer("request-window-workspace", workspace)
+
+
+def _flashinfer_cache() -> Iterable[GuardedBuffer]:
+    """Buffers that flashinfer keeps by name and grows on demand; only those that exist when captures begin."""
+    utils: Any = sys.modules.get("flashinfer.utils")
+    cache = getattr(utils, "_cache_buf", None)
+    if not isinstance(cache, dict):
+        return
+    for key in list(cache):
+        yield GuardedBuffer(f"flashinfer:{key[0]}", lambda key=key: cache.get(key))  # type: ignore[misc]
+
+
+def model_weights(model: torch.nn.Module, first: int, last: int) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of layers ``[first, last)``, by name."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for i in range(first, last):
+        layer = model.layers[i]  # type: ignore[index]
+        if isinstance(layer, torch.nn.Module):
+            found += [(f"layers.{i}.{n}", t) for n, t in layer.named_parameters()]
+            found += [(f"layers.{i}.{n}", t) for n, t in layer.named_buffers()]
+    return found

@@ -1,0 +1,144 @@
+"""One served model: its step path, its counters, and who takes part in a step.
+
+The engine's layer loop is wrapped; every prefill step of the model comes through here. A step in which no bank
+takes part calls the engine's loop on the model itself, untouched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from sglang_dsv4_graphs.bank.bank import Bank
+from sglang_dsv4_graphs.bank.decide import StepFacts, step_reason
+from sglang_dsv4_graphs.bank.guard import MovedBufferError
+from sglang_dsv4_graphs.bank.views import Takeover, step_view
+from sglang_dsv4_graphs.engine import Engine
+from sglang_dsv4_graphs.log import RankLog
+from sglang_dsv4_graphs.settings import Settings
+
+Loop = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One extend step as banks see it: facts all ranks know, and the engine's batch."""
+
+    served: ServedModel
+    facts: StepFacts
+    batch: Any
+    capture_dspark: bool
+    packer: Any
+    loop: Loop
+
+
+class ServedModel:
+    """A ``DeepseekV4Model`` with its banks.
+
+    ``stand_down`` is why every step runs eagerly, or None. ``fallbacks`` counts eager extend steps by (bank,
+    reason), ``replays`` replayed ranges by (bank, bucket).
+    """
+
+    def __init__(
+        self, engine: Engine, model: Any, settings: Settings, manager: pluggy.PluginManager, log: RankLog
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.settings = settings
+        self.log = log
+        self.layers = list(model.layers)
+        self.stand_down: str | None = None
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        self.replays: Counter[tuple[str, int]] = Counter()
+        self.ready = False
+        self._manager = manager
+        self.plain_loop: Loop | None = None
+        self._forced: Callable[[Step], list[Takeover]] | None = None
+
+    def run_loop(
+        self,
+        loop: Loop,
+        positions: Any,
+        hidden_states: Any,
+        forward_batch: Any,
+        input_ids: Any,
+        input_ids_global: Any,
+        capture_dspark: Any,
+        packer: Any,
+    ) -> Any:
+        """The engine's layer loop, with whoever takes part in this step."""
+        model = self.model
+        self.plain_loop = loop
+        args = (positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, packer)
+        if self._passes(forward_batch):
+            return loop(model, *args)
+        facts = self._facts(forward_batch, input_ids, input_ids_global)
+        step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop)
+        takeovers = self._takeovers(step)
+        if takeovers:
+            model = step_view(model, self.layers, takeovers, self.engine.hand_over)
+        return loop(model, *args)
+
+    def _passes(self, batch: Any) -> bool:
+        """Steps that are none of ours: decode and idle steps, and everything while the engine captures."""
+        if self._forced is not None:
+            return False
+        return (
+            not self.ready
+            or self.stand_down is not None
+            or not batch.forward_mode.is_extend()
+            or self.engine.in_capture_mode()
+        )
+
+    def _takeovers(self, step: Step) -> list[Takeover]:
+        if self._forced is not None:
+            return self._forced(step)
+        reason = step_reason(step.facts)
+        if reason is not None:
+            self.count_fallback("all", reason, step.facts.rows)
+            return []
+        return self._manager.hook.dsv4_graphs_step(step=step)  # type: ignore[no-any-return]
+
+    def _facts(self, batch: Any, input_ids: Any, input_ids_global: Any) -> StepFacts:
+        bound = batch.moe_num_token_non_padded()
+        sharded = getattr(batch, "attn_tp_sequence_sharded", False)
+        owned_bound = (
+            bound is None
+            or bound is batch.num_token_non_padded
+            or (sharded and bound is batch.global_num_token_non_padded)
+        )
+        return StepFacts(
+            rows=input_ids.shape[0],
+            speculative=not batch.forward_mode.is_extend_without_speculative(),
+            multimodal=batch.contains_mm_inputs(),
+            recording_experts=bool(self.engine.expert_recorder().recording),
+            context_parallel=batch.attn_cp_metadata is not None,
+            separate_global_ids=input_ids_global is not input_ids,
+            unbounded_moe_count=not owned_bound,
+        )
+
+    def count_fallback(self, bank: str, reason: str, rows: int) -> None:
+        """Count an eager step; the first of each reason is logged."""
+        self.fallbacks[bank, reason] += 1
+        self.log.once(("fallback", bank, reason), "fallback", bank=bank, reason=reason, rows=rows)
+
+    def moved(self, bank: Bank, error: MovedBufferError) -> None:
+        """A buffer that a bank's graphs read has moved: the whole bank is retired, or the server stops."""
+        self.log.error("moved-buffer", reason=str(error))
+        bank.retire(str(error))
+        if self.settings.strict:
+            raise error
+
+    @contextmanager
+    def forced(self, takeovers: Callable[[Step], list[Takeover]]) -> Iterator[None]:
+        """Run steps with these takeovers whatever the banks say: captures and comparisons."""
+        saved, self._forced = self._forced, takeovers
+        try:
+            yield
+        finally:
+            self._forced = saved

@@ -1,0 +1,163 @@
+"""The engine's functions by our names, and what differs per version in how they are called.
+
+Nothing here checks the engine: ``hooks.contracts`` compared every name and signature before this is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4_graphs.engine.facts import HOOKS, contracts_for, release, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Engine:
+    """The engine's functions by our names; attributes are resolved when first used."""
+
+    def __init__(self, engine_version: str) -> None:
+        self.version = engine_version
+        self.release = release(engine_version)
+        self.capturing_range = False
+        self._targets = {c.name: c.target for c in contracts_for(engine_version)}
+
+    def __getattr__(self, name: str) -> Any:
+        targets: dict[str, str] = self.__dict__.get("_targets", {})
+        if name not in targets:
+            raise AttributeError(f"the engine {self.__dict__.get('version')} has no contract {name!r}")
+        value = resolve(targets[name])
+        # Hook targets change when hooks are applied; everything else is fixed.
+        if not any(c.name == name for c in HOOKS):
+            self.__dict__[name] = value
+        return value
+
+    def step_context(self, batch: Any) -> AbstractContextManager[Any]:
+        """The forward context of the current step with ``batch`` in it (0.5.23 reads its counts from there)."""
+        if not self.has_forward_context():
+            return nullcontext()
+        if self.release == "0.5.22":
+            return self.forward_context(self.get_forward_context())  # type: ignore[no-any-return]
+        return self.forward_context(self.get_forward_context(), forward_batch=batch)  # type: ignore[no-any-return]
+
+    def new_packer(self, captures: int) -> Any:
+        """What the loop collects captured layers' hidden states into: a packer (0.5.23) or a list."""
+        return self.AuxHiddenStatePacker(captures) if self.has("AuxHiddenStatePacker") else []
+
+    def packed(self, packer: Any) -> torch.Tensor:
+        """A packer's hidden states side by side, [rows, captures * hidden]."""
+        if isinstance(packer, list):
+            import torch
+
+            return torch.cat(packer, dim=-1)
+        return packer.finalize()  # type: ignore[no-any-return]
+
+    def collect_aux(self, packer: Any, aux: torch.Tensor, captures: int, tail: Any) -> None:
+        """Hand a range's packed hidden states to the step's packer, on the tail's rows if there is one."""
+        rows = aux if tail is None else tail.rows(aux)
+        for part in rows.chunk(captures, dim=-1):
+            packer.append(part)
+
+    def hand_over(self, state: Any, batch: Any) -> Any:
+        """Make ``state`` what the next layer takes: written to the batch's residual stream from 0.5.23 on."""
+        return self.residual_write(state, batch) if self.has("residual_write") else state
+
+    @contextmanager
+    def range_capture_scope(self) -> Iterator[None]:
+        """Marks a range capture; on 0.5.23 also the engine's scope in which KV store and sources break."""
+        saved, self.capturing_range = self.capturing_range, True
+        try:
+            with self.tail_scope() if self.has("tail_scope") else nullcontext():
+                yield
+        finally:
+            self.capturing_range = saved
+
+    @contextmanager
+    def outside_range_capture(self) -> Iterator[None]:
+        """Inside a break: calls are plain again."""
+        saved, self.capturing_range = self.capturing_range, False
+        try:
+            yield
+        finally:
+            self.capturing_range = saved
+
+    def has(self, name: str) -> bool:
+        """Whether this engine version has the contract ``name``."""
+        return name in self._targets
+
+    def local_rows(self, rows: int, bucket: int, sharded: bool) -> int:
+        """How many of ``rows`` real rows are in this rank's shard of ``bucket``."""
+        return int(self.local_row_count(rows, bucket, sharded=sharded))
+
+    @contextmanager
+    def model_scope(self, runner: Any) -> Iterator[None]:
+        """The engine's selection of the model in use, as around each of its forwards."""
+        shared = getattr(runner.model, "shared_experts_config", None)  # 0.5.23
+        with nullcontext() if shared is None else self.get_model_args().override(shared_experts=shared):
+            yield
+
+    def fresh_step_context(self, backend: Any, batch: Any) -> AbstractContextManager[Any]:
+        """A forward context of our own, for a step that the engine did not start."""
+        context = self.ForwardContext(attn_backend=backend)
+        if self.release == "0.5.22":
+            return self.forward_context(context)  # type: ignore[no-any-return]
+        return self.forward_context(context, forward_batch=batch)  # type: ignore[no-any-return]
+
+    def prepare_metadata(self, backend: Any, runner: Any, batch: Any) -> None:
+        """Attention metadata and layout state for a dummy step, as the engine's own dummy runs set them."""
+        backend.init_forward_metadata(batch)
+        if getattr(self.get_exec().features, "enable_encoder_swa_bounded_replay", False):
+            runner.token_to_kv_pool.request_window.initialize_dummy_history()
+        self.set_dp_buffer_len(batch.global_dp_buffer_len, batch.input_ids.shape[0], False, None)
+        self.set_is_extend_in_batch(False)
+
+    def extend_batch(self, *, runner: Any, lengths: list[int], input_ids: torch.Tensor) -> Any:
+        """An extend of ``len(lengths)`` requests without prefix, every KV write to the padding slot 0.
+
+        Args:
+            runner: the engine's model runner.
+            lengths: tokens per request; request i takes request slot i.
+            input_ids: [sum(lengths)] int64 on the runner's device.
+        """
+        import torch
+
+        device, rows = runner.device, sum(lengths)
+        lens = torch.tensor(lengths, dtype=torch.int64, device=device)
+        starts = torch.cumsum(lens, 0) - lens
+        positions = torch.cat([torch.arange(n, dtype=torch.int64, device=device) for n in lengths])
+        count = self._row_count(rows, device)
+        batch = self.ForwardBatch(
+            forward_mode=self.ForwardMode.EXTEND,
+            batch_size=len(lengths),
+            input_ids=input_ids,
+            req_pool_indices=torch.arange(len(lengths), dtype=torch.int64, device=device),
+            seq_lens=lens,
+            out_cache_loc=torch.zeros(rows, dtype=torch.int64, device=device),
+            seq_lens_sum=rows,
+            orig_seq_lens=lens,
+            seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
+            positions=positions,
+            extend_num_tokens=rows,
+            extend_seq_lens=lens.to(torch.int32),
+            extend_prefix_lens=torch.zeros(len(lengths), dtype=torch.int32, device=device),
+            extend_start_loc=starts.to(torch.int32),
+            extend_prefix_lens_cpu=[0] * len(lengths),
+            extend_seq_lens_cpu=list(lengths),
+            extend_logprob_start_lens_cpu=list(lengths),
+            capture_hidden_mode=self.CaptureHiddenMode.NULL,
+            global_forward_mode=self.ForwardMode.EXTEND,
+            spec_algorithm=runner.spec_algorithm,
+            num_token_non_padded=count,
+            global_num_token_non_padded=count,
+            global_num_token_non_padded_cpu=rows,
+        )
+        runner.kv_index_translator.bind_runner_slots(batch)
+        return runner.prepare_dummy_forward_batch(batch)
+
+    def _row_count(self, rows: int, device: Any) -> torch.Tensor | None:
+        """The device count of real rows, where the engine keeps one."""
+        import torch
+
+        return torch.tensor(rows, dtype=torch.int32, device=device) if self.counts_padding() else None

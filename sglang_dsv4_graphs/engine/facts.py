@@ -1,0 +1,238 @@
+"""Every fact about the engine: versions, dotted targets, signatures, what differs per version.
+
+The plugin patches and calls private functions of a foreign program that changes between releases. Each of them
+is listed here once, with the parameters we rely on, so that one check before installing tells whether this
+engine is the one we know. Nothing else in the package spells an engine path (``cpu_engine`` apart, which stands
+in for the engine's hardware).
+
+Signatures are written as parameter names, ``=`` after a name with a default, ``*`` before keyword-only ones;
+``None`` means that only the name must exist. Source: sglang 0.5.22 and 0.5.23, wheels as published.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+DISTRIBUTION = "sglang"
+TESTED_VERSIONS = ("0.5.22", "0.5.23")
+PLUGIN_GROUP = "sglang.srt.plugins"
+MODEL_MODULE = "sglang.srt.models.deepseek_v4"
+# Off while a bank captures: under the capture flag it sends ratio-0 layers down a prepare that stores their K
+# into the slots of the captured step.
+MULTI_STREAM_ENV = "SGLANG_OPT_USE_MULTI_STREAM_OVERLAP"
+# Rows of one request's tail under decoder SWA bounded replay.
+TAIL_ROWS_PER_REQUEST = 128
+
+_SRT = "sglang.srt."
+_RUNNER = _SRT + "model_executor."
+_BREAKABLE = _RUNNER + "runner_backend_utils.breakable_cuda_graph."
+_PIECEWISE = _RUNNER + "runner_backend_utils.tc_piecewise_cuda_graph.context_manager."
+_MODEL = MODEL_MODULE + "."
+
+_LOOP = (
+    "self, positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, "
+    "dspark_aux_hidden_states"
+)
+_SET_CONTEXT = (
+    "forward_batch, attention_layers, quant_config, moe_layers, moe_fusions, dsa_indexers=, "
+    "mha_companion_layers=, num_tokens=, raw_num_tokens=, full_graph="
+)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One thing of the engine that we hook or call.
+
+    ``versions`` limits it to engines that have it (empty: all).
+    """
+
+    name: str
+    target: str
+    signature: str | None = None
+    versions: tuple[str, ...] = ()
+
+    def holds_for(self, engine_version: str) -> bool:
+        return not self.versions or release(engine_version) in self.versions
+
+
+def release(engine_version: str) -> str:
+    """The release part of a version: ``0.5.23`` of ``0.5.23.post1+cu130``."""
+    return ".".join(engine_version.split("+")[0].split(".")[:3])
+
+
+HOOKS = (
+    Contract("model_built", _MODEL + "DeepseekV4Model.__init__", "self, config, quant_config=, prefix="),
+    Contract("layer_loop", _MODEL + "DeepseekV4Model._forward_layers_hc_pre_from_prev", _LOOP),
+    Contract(
+        "startup",
+        _RUNNER + "model_runner_components.cuda_graph_setup.finalize_cuda_graph_capture",
+        "model_runner",
+    ),
+    # 0.5.22 stores the SWA K inside the segment and has no stub for the sources' capture pass.
+    Contract(
+        "kv_store",
+        _MODEL + "MQALayer._compute_kv_to_cache",
+        "self, x, positions, forward_batch, attn_backend, qkv_a=, q_rope=",
+        ("0.5.22",),
+    ),
+    Contract(
+        "low_ratio_sources",
+        _MODEL + "bcg_deepseek_v4_low_ratio_sources",
+        "layer, x, q_lora, positions",
+        ("0.5.22",),
+    ),
+)
+
+_V22, _V23 = ("0.5.22",), ("0.5.23",)
+CALLS = (
+    Contract(
+        "hook_registry_register",
+        _SRT + "plugins.hook_registry.HookRegistry.register",
+        "target, hook, hook_type=, *, source=",
+    ),
+    Contract("hook_registry_apply", _SRT + "plugins.hook_registry.HookRegistry.apply_hooks", ""),
+    Contract("hook_registry", _SRT + "plugins.hook_registry.HookRegistry"),
+    Contract("HookType", _SRT + "plugins.hook_registry.HookType"),
+    Contract("ForwardContext", _RUNNER + "forward_context.ForwardContext"),
+    Contract("forward_context", _RUNNER + "forward_context.forward_context", "ctx, *, forward_batch=", _V23),
+    Contract("forward_context", _RUNNER + "forward_context.forward_context", "ctx", _V22),
+    Contract("get_forward_context", _RUNNER + "forward_context.get_forward_context", ""),
+    Contract("has_forward_context", _RUNNER + "forward_context.has_forward_context", ""),
+    Contract("get_attn_backend", _RUNNER + "forward_context.get_attn_backend", ""),
+    Contract("set_break_context", _PIECEWISE + "set_tc_piecewise_forward_context", _SET_CONTEXT),
+    Contract("get_break_context", _PIECEWISE + "get_tc_piecewise_forward_context", ""),
+    Contract("enable_breakable", _BREAKABLE + "context.enable_breakable_cuda_graph", ""),
+    Contract("in_breakable", _BREAKABLE + "context.is_in_breakable_cuda_graph", ""),
+    Contract("BreakableCUDAGraph", _BREAKABLE + "breakable_cuda_graph.BreakableCUDAGraph"),
+    Contract(
+        "BreakableCUDAGraphCapture",
+        _BREAKABLE + "breakable_cuda_graph.BreakableCUDAGraphCapture",
+        "cuda_graph, pool=, stream=, capture_error_mode=, barrier_fn=",
+    ),
+    Contract(
+        "eager_on_graph", _BREAKABLE + "breakable_cuda_graph.eager_on_graph", "fn=, capture_stub=, *, enable="
+    ),
+    Contract("current_capture_var", _BREAKABLE + "breakable_cuda_graph._current_capture_var"),
+    Contract("graph_capture", _SRT + "distributed.parallel_state.graph_capture", "stream="),
+    Contract(
+        "set_graph_pool_id", _SRT + "distributed.device_communicators.pynccl_allocator.set_graph_pool_id"
+    ),
+    Contract(
+        "global_graph_pool",
+        _RUNNER + "runner_utils.pool.get_or_create_global_graph_memory_pool",
+        "device_module",
+    ),
+    Contract(
+        "global_capture_stream", _RUNNER + "runner_utils.pool.get_or_create_global_graph_capture_stream", ""
+    ),
+    Contract("pool_capture_scope", _RUNNER + "runner_utils.pool.graph_pool_capture_scope"),
+    Contract("pool_replay_scope", _RUNNER + "runner_utils.pool.graph_pool_replay_scope"),
+    Contract(
+        "graph_layers",
+        _RUNNER + "model_runner_components.layer_setup.compute_attention_and_moe_layers",
+        "layer_model",
+    ),
+    Contract("in_capture_mode", _RUNNER + "runner_utils.capture_mode.get_is_capture_mode", ""),
+    Contract("HcState", _SRT + "models.deepseek_v4_mhc.HcState"),
+    Contract(
+        "AuxHiddenStatePacker", _SRT + "layers.aux_hidden_states.AuxHiddenStatePacker", "num_captures, out=", _V23
+    ),
+    Contract("ForwardBatch", _RUNNER + "forward_batch_info.ForwardBatch"),
+    Contract("ForwardMode", _RUNNER + "forward_batch_info.ForwardMode"),
+    Contract("CaptureHiddenMode", _RUNNER + "forward_batch_info.CaptureHiddenMode"),
+    Contract("counts_padding", _RUNNER + "forward_batch_info.enable_num_token_non_padded", ""),
+    Contract(
+        "local_row_count",
+        _RUNNER + "forward_batch_info.compute_local_num_token_non_padded_cpu",
+        "global_num_token_non_padded, num_tokens_per_dp, *, sharded",
+    ),
+    Contract(
+        "expert_recorder", _SRT + "eplb.expert_distribution.get_global_expert_distribution_recorder", ""
+    ),
+    Contract("get_parallel", _SRT + "runtime_context.get_parallel", ""),
+    Contract("get_schedule", _SRT + "runtime_context.get_schedule", ""),
+    Contract("get_exec", _SRT + "runtime_context.get_exec", ""),
+    Contract("get_model_args", _SRT + "runtime_context.get_model", ""),
+    Contract("get_observability", _SRT + "runtime_context.get_observability", ""),
+    Contract("unified_kv", _SRT + "layers.attention.dsv4.unified_kv_gate.is_unified_kv_triton", "", _V23),
+    Contract(
+        "unified_kv",
+        "sglang.kernels.ops.attention.dsv4.unified_kv_kernels.env_gate.is_unified_kv_triton",
+        "",
+        _V22,
+    ),
+    Contract("set_dp_buffer_len", _SRT + "layers.dp_attention.set_dp_buffer_len"),
+    Contract("set_is_extend_in_batch", _SRT + "layers.dp_attention.set_is_extend_in_batch"),
+    Contract("envs", _SRT + "environ.envs"),
+    Contract(
+        "residual_start", _SRT + "layers.layer_boundary.residual.batch.start", "forward_batch", _V23
+    ),
+    Contract(
+        "residual_write",
+        _SRT + "layers.layer_boundary.residual.batch.set_written",
+        "hidden_states, forward_batch",
+        _V23,
+    ),
+    Contract(
+        "residual_clear", _SRT + "layers.layer_boundary.residual.batch.clear", "forward_batch", _V23
+    ),
+    Contract("tail_scope", _SRT + "models.deepseek_v4_replay_tail._replay_tail_scope", "", _V23),
+)
+
+
+def installed_version() -> str | None:
+    """The engine's version, or None if there is none."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return None
+
+
+def contracts_for(engine_version: str) -> tuple[Contract, ...]:
+    """Every contract of an engine; an untested version is held to the newest tested one's."""
+    known = engine_version if release(engine_version) in TESTED_VERSIONS else TESTED_VERSIONS[-1]
+    return tuple(c for c in (*HOOKS, *CALLS) if c.holds_for(known))
+
+
+def hooks_for(engine_version: str) -> tuple[Contract, ...]:
+    """The contracts that are hook targets, in the order they are registered."""
+    wanted = contracts_for(engine_version)
+    return tuple(c for c in HOOKS if c in wanted)
+
+
+def describe_signature(obj: object) -> str:
+    """``obj``'s parameters in this module's notation.
+
+    Raises:
+        ValueError: if ``obj`` has no signature.
+    """
+    if not callable(obj):
+        raise ValueError(f"{obj!r} is not callable")
+    parts: list[str] = []
+    keyword_only = False
+    for p in inspect.signature(obj).parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            parts.append("*" + p.name)
+            keyword_only = True
+            continue
+        if p.kind is p.VAR_KEYWORD:
+            parts.append("**" + p.name)
+            continue
+        if p.kind is p.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+            keyword_only = True
+        parts.append(p.name if p.default is p.empty else p.name + "=")
+    return ", ".join(parts)
+
+
+def resolve(target: str) -> Any:
+    """The object a dotted target names.
+
+    Raises:
+        ImportError, AttributeError: if it does not exist.
+    """
+    return pkgutil.resolve_name(target)

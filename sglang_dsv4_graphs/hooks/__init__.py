@@ -1,0 +1,1 @@
+"""How the plugin gets into the engine: contracts, patches, their ledger, and what the patches call."""

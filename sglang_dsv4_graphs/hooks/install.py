@@ -1,0 +1,90 @@
+"""Installing: every precondition first, then everything or nothing.
+
+A half-installed plugin is the worst state: the engine would run our step path without our startup. So settings,
+version and contracts come before the first side effect, each patch is checked after it was applied, and a
+problem takes all of them back. The engine swallows ``Exception`` from plugins and from model imports, so a strict
+server is stopped with ``SystemExit``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pluggy
+
+from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
+from sglang_dsv4_graphs.bank.full_layer import FullLayerBank
+from sglang_dsv4_graphs.bank.probes import KnownBuffers
+from sglang_dsv4_graphs.engine.api import Engine
+from sglang_dsv4_graphs.engine.facts import hooks_for, installed_version
+from sglang_dsv4_graphs.extend import make_manager
+from sglang_dsv4_graphs.hooks.contracts import install_reason
+from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
+from sglang_dsv4_graphs.hooks.runtime import Runtime
+from sglang_dsv4_graphs.log import RankLog
+from sglang_dsv4_graphs.settings import Settings
+
+
+class StrictError(SystemExit):
+    """A strict server cannot install; not an ``Exception``, which the engine would swallow."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"dsv4-graphs: SGLANG_DSV4_GRAPHS_STRICT=1 refuses to start: {reason}")
+        self.reason = reason
+
+
+@dataclass
+class Installation:
+    """The plugin in this process; ``undo`` may be called twice."""
+
+    runtime: Runtime
+    ledger: Ledger
+    manager: pluggy.PluginManager
+
+    def undo(self) -> None:
+        """Give the engine back as it was."""
+        if self.ledger.patches:
+            self.ledger.undo()
+            self.manager.hook.dsv4_graphs_shutdown()
+
+
+def install(settings: Settings, *, third_parties: bool = True) -> Installation | None:
+    """Install into the engine of this process, or log why not and return None.
+
+    Raises:
+        StrictError: in strict mode, instead of logging.
+    """
+    log = RankLog()
+    version = installed_version()
+    reason = install_reason(version, allow_untested=settings.allow_untested_engine)
+    if reason is None and version is not None:
+        try:
+            return _install(settings, Engine(version), log, third_parties)
+        except PatchError as e:
+            reason = str(e)
+    stand_down(reason or "no engine", settings.strict, log)
+    return None
+
+
+def stand_down(reason: str, strict: bool, log: RankLog | None = None) -> None:
+    """Say why prefill stays eager; a strict server stops here."""
+    if strict:
+        raise StrictError(reason)
+    (log or RankLog()).info("eager", reason=reason)
+
+
+def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bool) -> Installation:
+    manager = make_manager(third_parties=third_parties)
+    manager.register(KnownBuffers(), name="known-buffers")
+    manager.register(FullLayerBank(), name=FULL_LAYER)
+    runtime = Runtime(engine, settings, manager, log)
+    hooks = {
+        "model_built": ("after", runtime.after_model_built),
+        "layer_loop": ("around", runtime.around_layer_loop),
+        "startup": ("before", runtime.before_startup),
+        "kv_store": ("around", runtime.breaks.around_kv_store),
+        "low_ratio_sources": ("around", runtime.breaks.around_low_ratio_sources),
+    }
+    ledger = Ledger(engine)
+    ledger.apply([(c, *hooks[c.name]) for c in hooks_for(engine.version)])
+    return Installation(runtime, ledger, manager)

@@ -1,0 +1,90 @@
+"""What the patches call: from the engine's functions to the plugin's own hooks.
+
+One instance per installation. It keeps the models that were built in this process and starts the sweep when the
+engine has captured its own graphs. An exception that leaves here would end the engine's step or start, so only
+strict mode lets one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pluggy
+
+from sglang_dsv4_graphs.bank.decide import server_reason
+from sglang_dsv4_graphs.bank.served import ServedModel
+from sglang_dsv4_graphs.engine.api import Engine
+from sglang_dsv4_graphs.hooks.breaks import OldEngineBreaks
+from sglang_dsv4_graphs.hooks.start import run_sweep, server_facts
+from sglang_dsv4_graphs.log import RankLog, logger
+from sglang_dsv4_graphs.settings import Settings
+
+
+class Runtime:
+    """The plugin in one process."""
+
+    def __init__(
+        self, engine: Engine, settings: Settings, manager: pluggy.PluginManager, log: RankLog
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.manager = manager
+        self.log = log
+        self.breaks = OldEngineBreaks(engine)
+        self._served: WeakKeyDictionary[Any, ServedModel] = WeakKeyDictionary()
+
+    def served(self, model: Any) -> ServedModel | None:
+        """What is known of a model built in this process."""
+        return self._served.get(model)
+
+    def after_model_built(self, result: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER ``DeepseekV4Model.__init__``."""
+        served = ServedModel(self.engine, model, self.settings, self.manager, self.log)
+        self._served[model] = served
+        self.manager.hook.dsv4_graphs_model_built(served=served)
+
+    def around_layer_loop(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND the model's layer loop."""
+        try:
+            served = self._served.get(model)
+        except TypeError:  # a view of ours, which cannot be a key: the loop is already inside a range
+            served = None
+        if served is None:
+            return original(model, *args, **kwargs)
+        return served.run_loop(original, *args, **kwargs)
+
+    def before_startup(self, model_runner: Any) -> None:
+        """BEFORE the engine's finalisation of its own captures."""
+        if model_runner.is_draft_worker:
+            return
+        self.log.rank = self.engine.get_parallel().tp_rank
+        for module in model_runner.model.modules():
+            served = self._served.get(module)
+            if served is not None and not served.ready and served.stand_down is None:
+                self._start(served, model_runner)
+
+    def _start(self, served: ServedModel, runner: Any) -> None:
+        """Decide whether this server is ours, capture, and open the step path."""
+        try:
+            served.stand_down = server_reason(
+                server_facts(self.engine, runner, served.model), capturable_devices=self._devices(runner)
+            )
+            if served.stand_down is None:
+                run_sweep(self.engine, served, runner, self.manager)
+                served.ready = True
+        except Exception as e:
+            served.stand_down = f"startup failed: {type(e).__name__}: {e}"
+            logger.warning("startup sweep failed", exc_info=True)
+            if self.settings.strict:
+                raise
+        if served.stand_down is not None:
+            self.log.info("eager", reason=served.stand_down)
+            if self.settings.strict:
+                raise RuntimeError(f"SGLANG_DSV4_GRAPHS_STRICT=1 and prefill stays eager: {served.stand_down}")
+
+    def _devices(self, runner: Any) -> tuple[str, ...]:
+        # A graph backend that an extension supplies (the CPU tape of demo and tests) makes its device capturable.
+        supplied = self.manager.hook.dsv4_graphs_backend(device=str(runner.device))
+        return ("cuda",) if supplied is None else ("cuda", str(runner.device).split(":")[0])

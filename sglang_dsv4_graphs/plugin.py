@@ -1,0 +1,72 @@
+"""The engine's entry point: cheap in every process, installs only where the model is imported.
+
+The engine runs plugins in each of its processes, most of which never see the model. So nothing happens here but
+leaving word: when somebody imports the DeepSeek-V4 model module, install.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import wrapt
+
+from sglang_dsv4_graphs.engine.facts import MODEL_MODULE
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from sglang_dsv4_graphs.hooks.install import Installation
+
+_lock = threading.RLock()
+_watching = False
+_wanted = False
+_installation: Installation | None = None
+
+
+def activate() -> None:
+    """Entry point ``dsv4_graphs`` of group ``sglang.srt.plugins``. Calling it again changes nothing."""
+    global _watching, _wanted
+    with _lock:
+        _wanted = True
+        if not _watching:
+            _watching = True
+            wrapt.register_post_import_hook(_model_imported, MODEL_MODULE)
+
+
+def _model_imported(module: ModuleType) -> None:
+    global _installation
+    from sglang_dsv4_graphs.hooks.install import install, stand_down
+    from sglang_dsv4_graphs.log import line, logger
+    from sglang_dsv4_graphs.settings import Settings, SettingsError, strict_requested, unknown_names
+
+    with _lock:
+        if not _wanted or _installation is not None:
+            return
+        for name, nearest in unknown_names().items():
+            hint = f"did you mean {nearest}?" if nearest else "see docs/settings.md"
+            logger.warning(line("unknown-setting", name=name, hint=hint))
+        try:
+            settings = Settings.read()
+        except SettingsError as e:
+            stand_down(str(e), strict_requested())
+            return
+        if settings.enabled:
+            _installation = install(settings)
+        else:
+            stand_down("SGLANG_DSV4_GRAPHS=0", strict=False)
+
+
+def installation() -> Installation | None:
+    """What is installed in this process, or None."""
+    return _installation
+
+
+def deactivate() -> None:
+    """Take every patch back and stop watching imports; the engine's objects are its own again."""
+    global _installation, _wanted
+    with _lock:
+        _wanted = False
+        if _installation is not None:
+            _installation.undo()
+            _installation = None
