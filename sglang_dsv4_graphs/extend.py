@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -67,10 +68,26 @@ class Specs:
         """The plugin is being uninstalled: release everything."""
 
 
+class ExtensionError(RuntimeError):
+    """An installed extension could not be loaded; names its entry point."""
+
+
 def make_manager(*, third_parties: bool = True) -> pluggy.PluginManager:
-    """A plugin manager that knows the specifications and, if asked, every installed extension."""
+    """A plugin manager that knows the specifications and, if asked, every installed extension.
+
+    Raises:
+        ExtensionError: an extension does not import or implements a hook that does not exist. What it would have
+            guarded or captured is then unknown, so nothing may be installed without it.
+    """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Specs)
-    if third_parties:
-        manager.load_setuptools_entrypoints(ENTRY_POINT_GROUP)
+    for entry in entry_points(group=ENTRY_POINT_GROUP) if third_parties else ():
+        try:
+            manager.register(entry.load(), name=entry.name)
+            manager.check_pending()
+        except Exception as e:
+            raise ExtensionError(
+                f"extension {entry.name!r} ({entry.value}) cannot be loaded: {type(e).__name__}: {e}; "
+                "repair or uninstall it"
+            ) from e
     return manager

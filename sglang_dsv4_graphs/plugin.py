@@ -35,26 +35,39 @@ def activate() -> None:
 
 
 def _model_imported(module: ModuleType) -> None:
+    """Install; whatever goes wrong must not reach the importer, which would lose the model."""
+    from sglang_dsv4_graphs.hooks.install import stand_down
+    from sglang_dsv4_graphs.log import logger
+    from sglang_dsv4_graphs.settings import strict_requested
+
     global _installation
+    with _lock:
+        if not _wanted or _installation is not None:
+            return
+        try:
+            _installation = _install()
+        except Exception as e:
+            logger.debug("install failed", exc_info=True)
+            stand_down(f"{type(e).__name__}: {e}", strict_requested())
+
+
+def _install() -> Installation | None:
     from sglang_dsv4_graphs.hooks.install import install, stand_down
     from sglang_dsv4_graphs.log import line, logger
     from sglang_dsv4_graphs.settings import Settings, SettingsError, strict_requested, unknown_names
 
-    with _lock:
-        if not _wanted or _installation is not None:
-            return
-        for name, nearest in unknown_names().items():
-            hint = f"did you mean {nearest}?" if nearest else "see docs/settings.md"
-            logger.warning(line("unknown-setting", name=name, hint=hint))
-        try:
-            settings = Settings.read()
-        except SettingsError as e:
-            stand_down(str(e), strict_requested())
-            return
-        if settings.enabled:
-            _installation = install(settings)
-        else:
-            stand_down("SGLANG_DSV4_GRAPHS=0", strict=False)
+    for name, nearest in unknown_names().items():
+        hint = f"did you mean {nearest}?" if nearest else "see docs/settings.md"
+        logger.warning(line("unknown-setting", name=name, hint=hint))
+    try:
+        settings = Settings.read()
+    except SettingsError as e:
+        stand_down(str(e), strict_requested())
+        return None
+    if not settings.enabled:
+        stand_down("SGLANG_DSV4_GRAPHS=0", strict=False)
+        return None
+    return install(settings)
 
 
 def installation() -> Installation | None:

@@ -114,3 +114,19 @@ def test_an_interrupted_overlay_is_made_again(
     assert (folder / "sglang").is_dir()
     assert builds.environment.overlay("0.5.22") == folder
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("cpu_build", [True, False])
+def test_the_cpu_build_of_torch_comes_first(
+    builds: Builds, script: ModuleType, monkeypatch: pytest.MonkeyPatch, cpu_build: bool
+) -> None:
+    asked: list[str] = []
+
+    def attempt(*command: object) -> object:
+        asked.append(str(command[-1]))
+        return script.subprocess.CompletedProcess(command, 0 if cpu_build else 1, "", "")
+
+    monkeypatch.setattr(script, "attempt", attempt)
+    monkeypatch.setattr(script, "step", lambda what, *command: asked.append(str(command[-1])))
+    builds.environment.install_torch(Path("python"))
+    assert asked == ["torch==2.13.0+cpu", "torch==2.13.0"][: 1 if cpu_build else 2]

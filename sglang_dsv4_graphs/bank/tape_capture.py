@@ -57,7 +57,6 @@ class Capture:
         self.segment: Segment | None = None
         self._failure: CaptureError | None = None
         self._random_state: torch.Tensor | None = None
-        self._arguments: set[int] = set()
 
     @property
     def index(self) -> int:
@@ -106,9 +105,7 @@ class Capture:
         self._close()
         self.parts.append(Break(site, inference=torch.is_inference_mode_enabled()))
         # What the wrapper holds before the break has run are the break's arguments, wherever it keeps them.
-        arguments = tensors_in(dict(caller.f_locals))
-        self._arguments = {storage_key(t) for t in arguments}
-        for tensor in arguments:
+        for tensor in tensors_in(dict(caller.f_locals)):
             self.ledger.read(tensor, "a break as its argument", index, site)
 
     def _begin_new_segment(self) -> None:
@@ -116,9 +113,9 @@ class Capture:
         if self.segment is not None or not isinstance(last, Break) or len(calls) != self.index:
             raise self.fail("a segment begins without one break before it", user_site())
         last.call = calls[-1]
+        # The ledger knows the arguments by now; what else the replay function holds is new: the result.
         for tensor in held_by(last.call):
-            if storage_key(tensor) not in self._arguments:
-                self.ledger.own(tensor, Owner.BRIDGE)
+            self.ledger.own(tensor, Owner.BRIDGE)
         self._open()
 
     def operation(self, call: Call) -> Any:
@@ -127,7 +124,7 @@ class Capture:
         reason = refused_operation(call)
         if reason is not None:
             raise self.fail(f"{call.facts.name} cannot be captured: {reason}", site)
-        # What a custom operator's Python does is its own affair, as a kernel's is.
+        # What happens from here on is not the body's doing, so its calls are none to be watched.
         with torch._C.DisableTorchFunction():
             result = call.run()
             try:

@@ -7,6 +7,8 @@ capturing stream. They come from torch's own operator tags and schemas where the
 short list where they do not (Python methods that no dispatcher sees; operations that are fine with some
 arguments only).
 
+Stricter than a GPU where torch's CPU code is: ``one_hot`` checks its input's range on the host.
+
 Not seen at all, because torch offers no place to see it: memory read through a raw pointer (``data_ptr``,
 ``torch.utils.dlpack.to_dlpack``), and what a custom operator does inside, which is one operation, as one
 kernel is.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +28,9 @@ from typing import Any
 
 import torch
 
-_TORCH_FOLDER = str(Path(torch.__file__).parent)
-_OWN_FILES = str(Path(__file__).with_name("tape"))
+# Code between the user's line and the operation: torch, this tape, the standard library (copy, math).
+_BETWEEN = (str(Path(torch.__file__).parent), str(Path(__file__).with_name("tape")), "<frozen")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 # Python entry points that read or copy a tensor's memory without an operation.
@@ -48,6 +52,8 @@ _UNINITIALISED |= {"aten::new_empty", "aten::new_empty_strided"}
 _SHAPE_ONLY = {
     f"aten::{n}" for n in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 }
+# On a GPU these wait for the stream; no tag says so.
+_WAITS = {"c10d::barrier", "aten::_linalg_check_errors"}
 _OVERWRITES_SELF = {"aten::copy_", "aten::fill_", "aten::zero_"}
 _SCALARS = {"IntType", "FloatType", "BoolType", "NumberType", "SymIntType", "SymBoolType", "StringType"}
 
@@ -68,8 +74,11 @@ class Site:
         return f"{self}: {source}" if source else str(self)
 
 
-def _foreign(file: str) -> bool:
-    return file.startswith((_TORCH_FOLDER, _OWN_FILES, "<frozen"))
+@cache
+def _is_between(file: str) -> bool:
+    # Packages may be installed inside the standard library's folder.
+    installed = "site-packages" in file or "dist-packages" in file
+    return file.startswith(_BETWEEN) or (file.startswith(_STANDARD_LIBRARY) and not installed)
 
 
 def site_of(frame: FrameType) -> Site:
@@ -77,10 +86,10 @@ def site_of(frame: FrameType) -> Site:
 
 
 def user_site(frame: FrameType | None = None) -> Site:
-    """The innermost line outside torch and the tape, from ``frame`` (the caller's) outwards."""
+    """The innermost line of user code, from ``frame`` (the caller's) outwards."""
     start = frame or sys._getframe(1)
     found: FrameType | None = start
-    while found is not None and _foreign(found.f_code.co_filename):
+    while found is not None and _is_between(found.f_code.co_filename):
         found = found.f_back
     return site_of(found or start)
 
@@ -137,7 +146,7 @@ def _refusal(func: Any) -> str | None:
     schema, space = func._schema, func.namespace
     if torch.Tag.data_dependent_output in func.tags:
         return "its result is read on the host (item(), bool(), int(), float(), an index, equal)"
-    if schema.name == "c10d::barrier" or space.startswith("_c10d_functional"):
+    if schema.name in _WAITS or space.startswith("_c10d_functional"):
         return "it waits on the host or leaves an unfinished collective"
     if torch.Tag.dynamic_output_shape in func.tags and func not in (_INDEX, _REPEAT):
         return "its output's shape depends on data"

@@ -19,7 +19,12 @@ _MOE = "sglang.srt.layers.moe.fused_moe_native"
 _REPLAY_TAIL = "sglang.srt.models.deepseek_v4_replay_tail"
 _ROW_BUCKETS = "sglang.srt.model_executor.runner.row_bucket_graph_runner"
 
+# The one custom operator on our way; the engine registers its function for CUDA tensors only.
+_ATTENTION_OP = "deepseek_v4_attention_with_output"
+
 _applied = False
+# A library's registrations end with the library object.
+_libraries: list[Any] = []
 
 
 def apply_substitutes() -> None:
@@ -31,6 +36,7 @@ def apply_substitutes() -> None:
     _substitute_hyper_connections()
     _replace(importlib.import_module(_MOE), "moe_forward_native", kernels.dense_moe)
     _substitute_replay_tail()
+    _run_attention_op_on_cpu()
     _applied = True
 
 
@@ -81,3 +87,14 @@ def _substitute_replay_tail() -> None:
 
 def _never_ready(runner: Any, num_tokens: int) -> bool:
     return False
+
+
+def _run_attention_op_on_cpu() -> None:
+    """Let the attention break's operator take CPU tensors, by the engine's own function for CUDA ones."""
+    import torch
+
+    overload = getattr(torch.ops.sglang, _ATTENTION_OP).default
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    library = torch.library.Library("sglang", "IMPL")
+    library.impl(_ATTENTION_OP, lambda *args: overload.redispatch(cuda, *args), "CPU")
+    _libraries.append(library)

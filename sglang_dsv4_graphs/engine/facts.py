@@ -20,6 +20,8 @@ from typing import Any
 DISTRIBUTION = "sglang"
 TESTED_VERSIONS = ("0.5.22", "0.5.23")
 PLUGIN_GROUP = "sglang.srt.plugins"
+# Our entry point in that group: what SGLANG_PLUGINS lists.
+ENTRY_POINT = "dsv4_graphs"
 MODEL_MODULE = "sglang.srt.models.deepseek_v4"
 # Off while a bank captures: under the capture flag it sends ratio-0 layers down a prepare that stores their K
 # into the slots of the captured step.
@@ -96,6 +98,7 @@ CALLS = (
     ),
     Contract("hook_registry_apply", _SRT + "plugins.hook_registry.HookRegistry.apply_hooks", ""),
     Contract("hook_registry", _SRT + "plugins.hook_registry.HookRegistry"),
+    Contract("HookSource", _SRT + "plugins.hook_registry.HookSource"),
     Contract("HookType", _SRT + "plugins.hook_registry.HookType"),
     Contract("ForwardContext", _RUNNER + "forward_context.ForwardContext"),
     Contract("forward_context", _RUNNER + "forward_context.forward_context", "ctx, *, forward_batch=", _V23),

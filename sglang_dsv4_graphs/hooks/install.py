@@ -17,7 +17,7 @@ from sglang_dsv4_graphs.bank.full_layer import FullLayerBank
 from sglang_dsv4_graphs.bank.probes import KnownBuffers
 from sglang_dsv4_graphs.engine.api import Engine
 from sglang_dsv4_graphs.engine.facts import hooks_for, installed_version
-from sglang_dsv4_graphs.extend import make_manager
+from sglang_dsv4_graphs.extend import ExtensionError, make_manager
 from sglang_dsv4_graphs.hooks.contracts import install_reason
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
 from sglang_dsv4_graphs.hooks.runtime import Runtime
@@ -60,7 +60,7 @@ def install(settings: Settings, *, third_parties: bool = True) -> Installation |
     if reason is None and version is not None:
         try:
             return _install(settings, Engine(version), log, third_parties)
-        except PatchError as e:
+        except (PatchError, ExtensionError) as e:
             reason = str(e)
     stand_down(reason or "no engine", settings.strict, log)
     return None

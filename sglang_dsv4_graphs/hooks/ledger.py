@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4_graphs.engine.api import Engine
-from sglang_dsv4_graphs.engine.facts import Contract, resolve
+from sglang_dsv4_graphs.engine.facts import ENTRY_POINT, Contract, resolve
+from sglang_dsv4_graphs.version import DISTRIBUTION
 
 
 class PatchError(RuntimeError):
@@ -72,11 +73,12 @@ class Ledger:
             PatchError: naming the target whose hook did not take effect.
         """
         before: list[tuple[str, Any, str, Any, Callable[..., Any]]] = []
+        source = self._engine.HookSource(plugin_name=ENTRY_POINT, dist_name=DISTRIBUTION)
         for contract, _, hook in hooks:
             owner, attribute = owner_of(contract.target)
             before.append((contract.target, owner, attribute, raw_attribute(owner, attribute), hook))
         for contract, kind, hook in hooks:
-            self._engine.hook_registry_register(contract.target, hook, self._engine.HookType(kind))
+            self._engine.hook_registry_register(contract.target, hook, self._engine.HookType(kind), source=source)
         self._engine.hook_registry_apply()
         failed = ""
         for target, owner, attribute, old, hook in before:
