@@ -87,3 +87,7 @@ class GraphBackend(ABC):
             CaptureError: ``body`` breaks the rules of this module or a recording is already under way. Errors
                 of ``body`` itself are raised unchanged. All state is as before either way.
         """
+
+    def scratch(self) -> GraphBackend:
+        """A backend for recordings that are thrown away: their memory comes back when they go."""
+        return self

@@ -70,6 +70,11 @@ class CudaGraphBackend(GraphBackend):
         self._stream = stream
         self._barrier = barrier
 
+    def scratch(self) -> GraphBackend:
+        return CudaGraphBackend(
+            self._engine, pool=torch.cuda.graph_pool_handle(), stream=self._stream, barrier=self._barrier
+        )
+
     def record(self, body: Body, *, warmups: int = 2) -> Recording:
         engine = self._engine
         graph = engine.BreakableCUDAGraph()

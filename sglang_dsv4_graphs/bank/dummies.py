@@ -78,3 +78,8 @@ class Dummies:
         """One forward of the model's layers (no logits) over ``batch``."""
         with self.prepared(batch):
             self._model.forward(batch.input_ids, batch.positions, batch, None)
+
+    def run_whole(self, batch: Any) -> None:
+        """One forward of everything that a request runs, logits included."""
+        with self.prepared(batch):
+            self._runner.model.forward(batch.input_ids, batch.positions, batch)

@@ -79,7 +79,7 @@ class ServedModel:
             return loop(model, *args)
         facts = self._facts(forward_batch, input_ids, input_ids_global)
         step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop)
-        takeovers = self._takeovers(step)
+        takeovers = self.takeovers(step)
         if takeovers:
             model = step_view(model, self.layers, takeovers, self.engine.hand_over)
         return loop(model, *args)
@@ -95,7 +95,8 @@ class ServedModel:
             or self.engine.in_capture_mode()
         )
 
-    def _takeovers(self, step: Step) -> list[Takeover]:
+    def takeovers(self, step: Step) -> list[Takeover]:
+        """Who runs what in this step."""
         if self._forced is not None:
             return self._forced(step)
         reason = step_reason(step.facts)

@@ -7,44 +7,30 @@ blocks; a capture that fails keeps those that succeeded; and under tensor parall
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from sglang_dsv4_graphs.bank.backend import CaptureError, GraphBackend
-from sglang_dsv4_graphs.bank.bank import Bank
+from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import UNCHUNKED_ROWS
+from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
 from sglang_dsv4_graphs.bank.guard import AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
 from sglang_dsv4_graphs.bank.ranks import Ranks
-from sglang_dsv4_graphs.bank.served import Loop, ServedModel, Step
+from sglang_dsv4_graphs.bank.report import bank_values, bucket_values, total_values
+from sglang_dsv4_graphs.bank.served import ServedModel, Step
+from sglang_dsv4_graphs.bank.trial import ROUNDS, Trial, largest_winner, worst_rows
 from sglang_dsv4_graphs.bank.views import Takeover
 from sglang_dsv4_graphs.engine.facts import TAIL_ROWS_PER_REQUEST
 from sglang_dsv4_graphs.log import RankLog, logger
 
-GIB = float(1 << 30)
-
-
-class Device:
-    """What the sweep needs of the device; the CPU stand-in has no memory to report."""
-
-    def __init__(self, device: str) -> None:
-        self.is_cuda = device.startswith("cuda")
-
-    def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info()[0]) if self.is_cuda else 0
-
-    def release(self) -> None:
-        """Give what nothing uses back to the device; graph pools stay."""
-        gc.collect()
-        if self.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+BatchOf = Callable[[int], Any]
+# What happens to a bank's rows in a dummy step: (live rows, batch) -> outputs.
+Visit = Callable[[RangeInputs, Any], RangeOutputs]
 
 
 class Startup:
@@ -65,6 +51,7 @@ class Startup:
         self.served = served
         self.dummies = dummies
         self.chunk_size = chunk_size
+        self.banks: list[Bank] = []
         self._backend = backend
         self._make_guard = make_guard
         self._guard: AddressGuard | None = None
@@ -73,12 +60,6 @@ class Startup:
         self._strict = strict
         self._log: RankLog = served.log
         self._began = time.perf_counter()
-        self.banks: list[Bank] = []
-
-    @property
-    def captured_layers(self) -> tuple[int, ...]:
-        """Layers whose hidden states the model hands to a DSpark draft."""
-        return tuple(self.served.model.dspark_layers_to_capture or ())
 
     @property
     def largest_step(self) -> int:
@@ -86,31 +67,30 @@ class Startup:
         chunk = self.chunk_size if self.chunk_size and self.chunk_size > 0 else UNCHUNKED_ROWS
         return max(chunk, self.served.settings.full_layer_max_tokens)
 
-    def make_bank(
-        self, name: str, first: int, last: int, buckets: tuple[int, ...], captured_layers: tuple[int, ...] = ()
-    ) -> Bank:
+    def make_bank(self, name: str, first: int, last: int, buckets: tuple[int, ...]) -> Bank:
         """An empty bank over layers ``[first, last)``."""
-        engine = self.served.engine
-        layers = LayerRange(engine, self.served.model, self._loop(), first, last)
-        bank = Bank(
-            name=name,
-            layers=layers,
-            buckets=buckets,
-            backend=self._backend,
-            guard=self.guard_now(),
-            local_rows=engine.local_rows,
-            captured_layers=captured_layers,
-            free_bytes=self._device.free_bytes,
-            debug=self.served.settings.debug,
-        )
+        bank = self._new_bank(name, first, last, buckets, self._backend)
         self.banks.append(bank)
         return bank
 
-    def _loop(self) -> Loop:
-        loop = self.served.plain_loop
-        if loop is None:
+    def _new_bank(
+        self, name: str, first: int, last: int, buckets: tuple[int, ...], backend: GraphBackend
+    ) -> Bank:
+        served = self.served
+        if served.plain_loop is None:
             raise CaptureError("the model's layer loop was never called: grow() comes before captures")
-        return loop
+        wanted = served.model.dspark_layers_to_capture or ()
+        return Bank(
+            name=name,
+            layers=LayerRange(served.engine, served.model, served.plain_loop, first, last),
+            buckets=buckets,
+            backend=backend,
+            guard=self.guard_now(),
+            local_rows=served.engine.local_rows,
+            captured_layers=tuple(i for i in wanted if first <= i < last),
+            free_bytes=self._device.free_bytes,
+            debug=served.settings.debug,
+        )
 
     def guard_now(self) -> AddressGuard:
         """The address guard, made once every workspace has its final size."""
@@ -124,49 +104,109 @@ class Startup:
         with self.served.forced(lambda step: [Takeover.of_nothing(decoder_replay_tail=None)]):
             self.dummies.run(self.dummies.batch(rows))
 
-    def capture_all(self, bank: Bank, batch_of: Callable[[int], Any]) -> None:
+    def capture_all(self, bank: Bank, batch_of: BatchOf, *, trim: bool = False) -> None:
         """Capture every planned bucket, largest first, each from the dummy step ``batch_of(rows)``.
+
+        ``trim`` ends the ladder at the largest bucket that pays on this machine.
 
         Raises:
             CaptureError: in strict mode, if a bucket fails.
         """
+        if trim and self._device.is_cuda:
+            self._trim(bank, batch_of)
         start, free = time.perf_counter(), self._device.free_bytes()
         order = sorted(bank.planned, reverse=True)
         for rows in tqdm(order, desc=f"Capturing {bank.name}", disable=self._quiet()):
-            problem = self._capture_one(bank, rows, batch_of)
-            problems = self._ranks.gather(problem)
+            problems = self._ranks.gather(self._capture_one(bank, rows, batch_of))
             if any(problems):
                 bank.drop(rows)
                 self._failed(bank, rows, next(f"rank {r}: {p}" for r, p in enumerate(problems) if p))
                 break
-            self._log.debug("captured", bank=bank.name, **bucket_line(bank, rows))
-        self._log.info("captured", **bank_line(bank, time.perf_counter() - start, free - self._device.free_bytes()))
+            self._log.debug("captured", **bucket_values(bank, rows))
+        used = free - self._device.free_bytes()
+        self._log.info("captured", **bank_values(bank, seconds=time.perf_counter() - start, used=used))
 
-    def _capture_one(self, bank: Bank, rows: int, batch_of: Callable[[int], Any]) -> str:
-        """Run the dummy step up to the range and record it there; returns what went wrong, or nothing.
+    def _capture_one(self, bank: Bank, rows: int, batch_of: BatchOf) -> str:
+        """Capture one bucket; returns what went wrong, or nothing."""
 
-        The rest of the model does not run.
-        """
+        def capture(live: RangeInputs, batch: Any) -> RangeOutputs:
+            metadata = self.served.engine.get_attn_backend().forward_metadata
+            bank.capture(rows, live, batch, metadata)
+            return bank.outputs(rows, rows)
+
+        try:
+            self.visit(bank, batch_of(rows), capture)
+        except Exception as e:  # whatever a kernel, an allocator or the engine raises: the server must still serve
+            logger.debug("capture of %s rows=%s failed", bank.name, rows, exc_info=True)
+            lines = str(e).strip().splitlines()
+            return f"{type(e).__name__}: {lines[0] if lines else 'no message'}"
+        return ""
+
+    def visit(self, bank: Bank, batch: Any, visit: Visit) -> None:
+        """Run a dummy step up to the end of ``bank``'s range, with ``visit`` in place of the range."""
+        served, model = self.served, self.served.model
         first, last = bank.layers.first, bank.layers.last
+        overrides: dict[str, Any] = {"decoder_replay_tail": None}
+        if last < model.end_layer and not model.dspark_layers_to_capture:
+            # Nobody needs the rest of the model; with DSpark the step must collect every layer it promised.
+            overrides |= {"end_layer": last, "late_layer_start": None}
+        if model.dspark_layers_to_capture:
+            rest = [i for i in model.dspark_layers_to_capture if not first <= i < last]
+            overrides["dspark_layers_to_capture"] = rest
 
         def takeovers(step: Step) -> list[Takeover]:
-            def run(state: Any, positions: Any, input_ids: Any, batch: Any) -> Any:
-                metadata = self.served.engine.get_attn_backend().forward_metadata
-                live = RangeInputs(state.residual, state.pre if first > 0 else None, positions, input_ids)
-                bank.capture(rows, live, batch, metadata)
-                outputs = bank.outputs(rows, rows)
-                return self.served.engine.HcState(outputs.residual, outputs.pre)
+            def run(state: Any, positions: Any, input_ids: Any, step_batch: Any) -> Any:
+                pre = state.pre if first > model.start_layer else None
+                outputs = visit(RangeInputs(state.residual, pre, positions, input_ids), step_batch)
+                if outputs.aux is not None:
+                    served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), None)
+                return served.engine.HcState(outputs.residual, outputs.pre)
 
             return [Takeover(first, last, run, overrides)]
 
-        overrides = {"end_layer": last, "late_layer_start": None, "decoder_replay_tail": None}
+        with served.forced(takeovers):
+            self.dummies.run(batch)
+
+    def _trim(self, bank: Bank, batch_of: BatchOf) -> None:
+        """End the ladder where replays stop paying; every rank takes the slowest rank's word."""
+        keep, trials = largest_winner(bank.planned, lambda bucket: self._try(bank, bucket, batch_of))
+        for t in trials:
+            self._log.debug(
+                "trial", bank=bank.name, bucket=t.bucket, rows=t.rows, eager_s=t.eager, replayed_s=t.replayed
+            )
+        if keep < len(bank.planned):
+            dropped = bank.planned[keep:]
+            bank.planned = bank.planned[:keep]
+            self._log.info(
+                "trimmed", bank=bank.name, rows=f"{dropped[0]}..{dropped[-1]}", reason="eager is as fast there"
+            )
+
+    def _try(self, bank: Bank, bucket: int, batch_of: BatchOf) -> Trial:
+        rows = worst_rows(bucket, bank.planned)
+        scratch = self._new_bank(
+            f"{bank.name}-trial", bank.layers.first, bank.layers.last, (bucket,), self._backend.scratch()
+        )
+        eager, replayed = [], []
+
+        def race(live: RangeInputs, batch: Any) -> RangeOutputs:
+            for _ in range(ROUNDS):
+                with scratch.layers.replay_scope(batch):
+                    eager.append(self._device.seconds(lambda: scratch.layers.body(live, batch)))
+                replayed.append(self._device.seconds(lambda: scratch.replay(bucket, live, batch)))
+            return scratch.outputs(bucket, live.rows)
+
+        problem = self._capture_one(scratch, bucket, batch_of)
+        if not problem:
+            self.visit(scratch, batch_of(rows), race)
+        # The ranks' slowest replay and fastest eager run decide, so that all decide alike.
+        reports = self._ranks.gather(problem or f"{min(eager)!r} {min(replayed)!r}")
+        scratch.retire("trial over")
+        self._device.release()
         try:
-            with self.served.forced(takeovers):
-                self.dummies.run(batch_of(rows))
-        except Exception as e:  # whatever a kernel, an allocator or the engine raises: the server must still serve
-            logger.debug("capture of %s rows=%s failed", bank.name, rows, exc_info=True)
-            return f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
-        return ""
+            times = [tuple(map(float, r.split())) for r in reports]
+        except ValueError:
+            return Trial(bucket, rows, 0.0, float("inf"))
+        return Trial(bucket, rows, min(t[0] for t in times), max(t[1] for t in times))
 
     def _failed(self, bank: Bank, rows: int, problem: str) -> None:
         self._device.release()
@@ -180,47 +220,27 @@ class Startup:
 
         0.5.23 captures them on first use after a full-chunk step: report one, then run one small step.
         """
-        tail = getattr(self.served.model, "decoder_replay_tail", None)
-        if tail is None or any(b.buckets and b.layers.first >= tail._layer_ids.start for b in self.banks):
+        model = self.served.model
+        tail = getattr(model, "decoder_replay_tail", None)
+        if tail is None or any(b.buckets and b.layers.first == model.late_layer_start for b in self.banks):
             return
         tail.runner.ready(self.largest_step)
         with self.served.forced(lambda step: []):
             self.dummies.run(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))
 
+    def rehearse(self) -> None:
+        """One small step through the served path, head and logits too: nothing of it is left for a request."""
+        self.dummies.run_whole(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))
+        self.served.replays.clear()
+
     def summary(self, free_before: int) -> None:
         """One line for everything that was captured."""
-        free = self._device.free_bytes()
-        graphs = sum(len(b.buckets) for b in self.banks)
-        self._log.info(
-            "captured",
-            bank="total",
-            graphs=graphs,
-            segments=sum(s.segments for b in self.banks for s in b.stats),
-            gib=max(0, free_before - free) / GIB,
-            free_gib_before=free_before / GIB,
-            free_gib_after=free / GIB,
-            seconds=time.perf_counter() - self._began,
+        seconds = time.perf_counter() - self._began
+        values = total_values(
+            self.banks, free_before=free_before, free=self._device.free_bytes(), seconds=seconds
         )
+        self._log.info("captured", **values)
 
     def _quiet(self) -> bool | None:
         # None: a bar on a terminal only, as in the engine's own capture.
         return True if self._log.rank else None
-
-
-def bucket_line(bank: Bank, rows: int) -> dict[str, object]:
-    stats = next(s for s in bank.stats if s.rows == rows)
-    return {"rows": rows, "segments": stats.segments, "gib": stats.bytes / GIB, "seconds": stats.seconds}
-
-
-def bank_line(bank: Bank, seconds: float, used: int) -> dict[str, object]:
-    """What a bank's captures came to."""
-    if not bank.buckets:
-        return {"bank": bank.name, "graphs": 0, "seconds": seconds}
-    return {
-        "bank": bank.name,
-        "graphs": len(bank.buckets),
-        "rows": f"{bank.buckets[0]}..{bank.buckets[-1]}",
-        "segments": sum(s.segments for s in bank.stats),
-        "gib": max(0, used) / GIB,
-        "seconds": seconds,
-    }

@@ -9,6 +9,7 @@ Left out is the engine's FP4 rounding, which turns a rounding difference of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,16 +90,14 @@ def select(
     A candidate source also publishes the groups of its best blocks; the index sources after it score only those.
     """
     rows, ratio, indexer = x.shape[0], layer.compress_ratio, layer.indexer
-    queries, _ = indexer.wq_b(q_lora)
-    queries = queries.view(rows, indexer.n_local_heads, indexer.index_head_dim)
-    queries = _rotate_tail(queries, layer, meta.low_ratio_pos_i64[:rows])
-    weights = indexer.head_weights(x).float()
     core = meta.core_attn_metadata
-    width = max((s.seq_len // ratio for s in core.segments), default=0)
+    candidates = meta.candidate_metadata
     if indexer.is_candidate_source:
-        meta.candidate_metadata = torch.zeros(core.rows, width, dtype=torch.bool)
-    elif indexer.uses_candidates and meta.candidate_metadata is None:
+        width = max((s.seq_len // ratio for s in core.segments), default=0)
+        candidates = meta.candidate_metadata = torch.zeros(core.rows, width, dtype=torch.bool)
+    elif indexer.uses_candidates and candidates is None:
         raise RuntimeError(f"layer {layer.layer_id} scores candidates that no layer of this step published")
+    scores_of = _scores(layer, x, q_lora, meta, pool)
     out = core.selection[ratio]
     out.fill_(-1)
     for segment in core.segments:
@@ -106,16 +105,35 @@ def select(
         groups = segment.compressed_slots[ratio]
         if at.start >= at.stop or not groups.shape[0]:
             continue
-        scores = indexer.scores(queries[at], pool.index_keys[pool.source_of(layer.layer_id)][groups], weights[at])
-        end_of_group = torch.arange(groups.shape[0]) * ratio + ratio - 1
-        scores = scores.masked_fill(end_of_group > core.positions[at].unsqueeze(1), _NEVER)
-        if indexer.is_candidate_source:
-            allowed = _best_blocks(scores, block_size=block_size, blocks=blocks)
-            meta.candidate_metadata[at, : groups.shape[0]] = allowed  # type: ignore[index]
-        elif indexer.uses_candidates:
-            scores = scores.masked_fill(~meta.candidate_metadata[at, : groups.shape[0]], _NEVER)  # type: ignore[index]
+        scores = scores_of(at, groups)
+        if candidates is not None and indexer.is_candidate_source:
+            candidates[at, : groups.shape[0]] = _best_blocks(scores, block_size=block_size, blocks=blocks)
+        elif candidates is not None and indexer.uses_candidates:
+            # An older step's mask may have another width: what it does not know is no candidate.
+            known = torch.nn.functional.pad(candidates[at], (0, groups.shape[0] - candidates.shape[1]))
+            scores = scores.masked_fill(~known, _NEVER)
         best, chosen = _top(scores, out.shape[1])
         out[at, : chosen.shape[1]] = groups[chosen].masked_fill(best == _NEVER, -1)
+
+
+def _scores(
+    layer: Any, x: Tensor, q_lora: Tensor, meta: StepMetadata, pool: CpuKVPool
+) -> Callable[[slice, Tensor], Tensor]:
+    """A function of a request's rows and compressed slots: scores [rows, groups], -inf where a row is too early."""
+    indexer, ratio = layer.indexer, layer.compress_ratio
+    queries, _ = indexer.wq_b(q_lora)
+    queries = queries.view(x.shape[0], indexer.n_local_heads, indexer.index_head_dim)
+    queries = _rotate_tail(queries, layer, meta.low_ratio_pos_i64[: x.shape[0]])
+    weights = indexer.head_weights(x).float()
+    keys = pool.index_keys[pool.source_of(layer.layer_id)]
+    positions = meta.core_attn_metadata.positions
+
+    def scores_of(at: slice, groups: Tensor) -> Tensor:
+        last_of_group = torch.arange(1, groups.shape[0] + 1) * ratio - 1
+        scores = indexer.scores(queries[at], keys[groups], weights[at])
+        return scores.masked_fill(last_of_group > positions[at].unsqueeze(1), _NEVER)
+
+    return scores_of
 
 
 def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

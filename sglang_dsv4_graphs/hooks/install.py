@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import pluggy
 
+from sglang_dsv4_graphs.bank.decoder_replay import NAME as DECODER_REPLAY
+from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank
 from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.full_layer import FullLayerBank
 from sglang_dsv4_graphs.bank.probes import KnownBuffers
@@ -77,6 +79,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     manager = make_manager(third_parties=third_parties)
     manager.register(KnownBuffers(), name="known-buffers")
     manager.register(FullLayerBank(), name=FULL_LAYER)
+    manager.register(DecoderReplayBank(), name=DECODER_REPLAY)
     runtime = Runtime(engine, settings, manager, log)
     hooks = {
         "model_built": ("after", runtime.after_model_built),

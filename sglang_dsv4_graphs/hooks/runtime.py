@@ -73,8 +73,8 @@ class Runtime:
             )
             if served.stand_down is None:
                 run_sweep(self.engine, served, runner, self.manager)
-                served.ready = True
         except Exception as e:
+            served.ready = False
             served.stand_down = f"startup failed: {type(e).__name__}: {e}"
             logger.warning("startup sweep failed", exc_info=True)
             if self.settings.strict:

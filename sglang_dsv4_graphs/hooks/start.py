@@ -14,14 +14,19 @@ import torch
 from sglang_dsv4_graphs.bank.backend import GraphBackend
 from sglang_dsv4_graphs.bank.cuda import CudaGraphBackend
 from sglang_dsv4_graphs.bank.decide import ServerFacts
+from sglang_dsv4_graphs.bank.decoder_replay import NAME as DECODER_REPLAY
+from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
+from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.guard import AddressGuard
 from sglang_dsv4_graphs.bank.probes import model_weights
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.served import ServedModel
-from sglang_dsv4_graphs.bank.sweep import Device, Startup
+from sglang_dsv4_graphs.bank.sweep import Startup
 from sglang_dsv4_graphs.engine.api import Engine
 from sglang_dsv4_graphs.extend import Probe
+
+BANKS = (FULL_LAYER, DECODER_REPLAY)
 
 
 def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
@@ -44,7 +49,9 @@ def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
 
 
 def run_sweep(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> None:
-    """Grow, capture every bank, release, and say what it came to."""
+    """Grow, capture every bank, open the step path, release, and say what it came to."""
+    banks = [name for name, _ in manager.list_name_plugin() if name in BANKS]
+    served.log.info("installed", engine=engine.version, banks=",".join(banks))
     device = Device(str(runner.device))
     free_before = device.free_bytes()
     startup = make_startup(engine, served, runner, manager, device)
@@ -52,6 +59,8 @@ def run_sweep(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.
     startup.guard_now()
     manager.hook.dsv4_graphs_startup(startup=startup)
     startup.drive_engine_tail()
+    served.ready = True
+    startup.rehearse()
     device.release()
     startup.summary(free_before)
 

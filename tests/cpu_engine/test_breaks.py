@@ -155,3 +155,33 @@ def test_breaks_read_the_row_count_of_the_context(runner: Any, batch: Any, monke
         assert float((results[0] - eager).abs().max()) < 1e-3
     finally:
         model.late_layer_start = late
+
+
+def _host_read(x: Any) -> object:
+    return x.sum().item()
+
+
+def _host_array(x: Any) -> object:
+    return x.numpy()
+
+
+def _data_dependent_shape(x: Any) -> object:
+    return x[x > 0]
+
+
+def _masked_write(x: Any) -> object:
+    x[x > 0] = 0
+    return x
+
+
+@pytest.mark.parametrize("forbidden", [_host_read, _host_array, _data_dependent_shape, _masked_write])
+def test_the_strict_capture_refuses(forbidden: Any) -> None:
+    """What the tests above prove of segments rests on this."""
+    import torch
+
+    from tests.cpu_engine.strict import NotCapturable, strict_capture
+
+    x = torch.randn(8)
+    with pytest.raises(NotCapturable), strict_capture():
+        forbidden(x)
+    forbidden(x)

@@ -1,0 +1,74 @@
+"""The decoder-replay bank: the late layers, on the rows of the tail.
+
+Under decoder SWA bounded replay the layers from ``late_layer_start`` on run over each request's last 128 rows
+only. The engine's loop writes the source KV of every row, switches the attention backend to the tail and narrows
+the state before it reaches these layers; the bank then runs them on the tail's rows. Engine 0.5.23 has graphs of
+its own for them, captured inside the first requests; with this bank they are never captured, because ours serve
+the step from the first request on (docs/performance.md compares both).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.range_bank import RangeBank, captured_elsewhere, tail_of
+from sglang_dsv4_graphs.bank.served import ServedModel, Step
+from sglang_dsv4_graphs.bank.sweep import Startup
+from sglang_dsv4_graphs.bank.views import Takeover
+from sglang_dsv4_graphs.extend import hookimpl
+
+NAME = "decoder-replay"
+# The engine's own tail graphs stay out of a step that this bank could serve: nothing is captured twice.
+_ENGINE_TAIL_OFF = {"decoder_replay_tail": None}
+
+
+class DecoderReplayBank(RangeBank):
+    """Replays the late layers of ordinary extend steps, and of prefill-graph steps from within their break."""
+
+    name = NAME
+
+    @hookimpl(trylast=True)
+    def dsv4_graphs_startup(self, startup: Startup) -> None:
+        served, model = startup.served, startup.served.model
+        if model.late_layer_start is None:
+            return
+        limit = startup.dummies.most_requests * DECODER_REPLAY_STEP
+        buckets = decoder_replay_buckets(served.settings.decoder_replay_max_rows, limit)
+        if not buckets:
+            return
+        first, last = model.late_layer_start, model.end_layer
+        bank = startup.make_bank(NAME, first, last, buckets)
+        startup.capture_all(bank, lambda rows: startup.dummies.batch(rows, DECODER_REPLAY_STEP))
+        self.keep(served, bank, {**_ENGINE_TAIL_OFF, **captured_elsewhere(model, first, last)})
+
+    @hookimpl
+    def dsv4_graphs_step(self, step: Step) -> Takeover | None:
+        bank = self.bank(step.served)
+        tail = None if bank is None else tail_of(step)
+        if bank is None or tail is None:
+            return None
+        bucket = self.usable_bucket(step.served, bank, tail.positions.shape[0])
+        if bucket is not None:
+            return self.takeover(step, bank, bucket)
+        return Takeover.of_nothing(**_ENGINE_TAIL_OFF) if bank.buckets else None
+
+    def run_tail(
+        self, served: ServedModel, state: Any, positions: Any, input_ids: Any, batch: Any
+    ) -> tuple[Any, Any, list[Any]] | None:
+        """Run the late layers inside a prefill-graph break; None if they have no bucket.
+
+        Returns residual streams, pre-mix and captured hidden states, one per captured layer; views valid until
+        the next replay.
+        """
+        bank = self.bank(served)
+        if bank is None:
+            return None
+        bucket = self.usable_bucket(served, bank, positions.shape[0])
+        if bucket is None:
+            return None
+        live = RangeInputs(state.residual, state.pre, positions, input_ids)
+        outputs = self.replay(served, bank, bucket, live, batch)
+        aux = [] if outputs.aux is None else list(outputs.aux.chunk(len(bank.captured_layers), dim=-1))
+        return outputs.residual, outputs.pre, aux

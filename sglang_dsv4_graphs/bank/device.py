@@ -1,0 +1,38 @@
+"""What the sweep needs of the device: free memory, giving memory back, and timing one call."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class Device:
+    """The device of one server; a CPU (demo, tests) has no memory to report."""
+
+    def __init__(self, device: str) -> None:
+        self.is_cuda = device.startswith("cuda")
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info()[0]) if self.is_cuda else 0
+
+    def release(self) -> None:
+        """Give what nothing uses back to the device; pools of living graphs stay."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Wall time of ``call`` with everything it launched, from an idle device."""
+        self._synchronize()
+        start = time.perf_counter()
+        call()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()

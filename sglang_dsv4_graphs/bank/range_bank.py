@@ -1,0 +1,105 @@
+"""What both banks share as implementations of the plugin's hooks: keeping banks, and taking part in a step."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
+from sglang_dsv4_graphs.bank.decide import RETIRED, rows_reason
+from sglang_dsv4_graphs.bank.guard import MovedBufferError
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.served import ServedModel, Step
+from sglang_dsv4_graphs.bank.shadow import Shadow
+from sglang_dsv4_graphs.bank.views import Takeover
+from sglang_dsv4_graphs.extend import hookimpl
+
+
+class RangeBank:
+    """One bank per served model; subclasses say which layers and which rows."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._banks: WeakKeyDictionary[ServedModel, Bank] = WeakKeyDictionary()
+        self._shadows: WeakKeyDictionary[ServedModel, Shadow] = WeakKeyDictionary()
+        self._overrides: WeakKeyDictionary[ServedModel, dict[str, Any]] = WeakKeyDictionary()
+
+    def bank(self, served: ServedModel) -> Bank | None:
+        """The captured bank of ``served``, or None."""
+        return self._banks.get(served)
+
+    def keep(self, served: ServedModel, bank: Bank, overrides: dict[str, Any]) -> None:
+        """Serve steps of ``served`` from ``bank``; ``overrides`` is what it replaces beside its layers."""
+        self._banks[served] = bank
+        self._shadows[served] = Shadow(served.settings.shadow, served)
+        self._overrides[served] = overrides
+
+    def usable_bucket(self, served: ServedModel, bank: Bank, rows: int) -> int | None:
+        """The bucket that ``rows`` replay in, or None with the reason counted."""
+        bucket = bank.bucket_for(rows)
+        if bucket is None:
+            served.count_fallback(self.name, RETIRED if bank.retired else rows_reason(rows), rows)
+            return None
+        try:
+            bank.check(bucket)
+        except MovedBufferError as moved:
+            served.moved(bank, moved)
+            served.count_fallback(self.name, RETIRED, rows)
+            return None
+        return bucket
+
+    def takeover(self, step: Step, bank: Bank, bucket: int) -> Takeover:
+        """This bank's part in ``step``."""
+
+        def run(state: Any, positions: Any, input_ids: Any, batch: Any) -> Any:
+            pre = state.pre if bank.layers.first > step.served.model.start_layer else None
+            live = RangeInputs(state.residual, pre, positions, input_ids)
+            outputs = self.replay(step.served, bank, bucket, live, batch)
+            state.release()
+            return self.leave(step, bank, outputs)
+
+        return Takeover(bank.layers.first, bank.layers.last, run, self._overrides[step.served])
+
+    def replay(
+        self, served: ServedModel, bank: Bank, bucket: int, live: RangeInputs, batch: Any
+    ) -> RangeOutputs:
+        """Replay and count; compared with an eager run while shadow mode lasts."""
+        outputs = bank.replay(bucket, live, batch)
+        shadow = self._shadows[served]
+        if shadow.wanted(batch):
+            outputs = shadow.compare(bank, bucket, live, batch, outputs)
+        served.replays[self.name, bucket] += 1
+        return outputs
+
+    def leave(self, step: Step, bank: Bank, outputs: RangeOutputs) -> Any:
+        """The state after the range; its captured layers' hidden states go to the step's packer."""
+        if outputs.aux is not None and step.capture_dspark:
+            tail = self.narrows_to(step)
+            step.served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), tail)
+        return step.served.engine.HcState(outputs.residual, outputs.pre)
+
+    def narrows_to(self, step: Step) -> Any:
+        """The tail whose rows the step keeps of this range's hidden states, or None."""
+        return None
+
+    @hookimpl
+    def dsv4_graphs_shutdown(self) -> None:
+        for bank in self._banks.values():
+            bank.retire("shut down")
+        self._banks.clear()
+
+
+def captured_elsewhere(model: Any, first: int, last: int) -> dict[str, Any]:
+    """The override that keeps the loop from collecting hidden states that the range ``[first, last)`` collects."""
+    wanted = model.dspark_layers_to_capture
+    if wanted is None:
+        return {}
+    return {"dspark_layers_to_capture": [i for i in wanted if not first <= i < last]}
+
+
+def tail_of(step: Step) -> Any:
+    """The step's late-layer tail, or None without bounded replay."""
+    if step.served.model.late_layer_start is None:
+        return None
+    return step.served.engine.get_attn_backend().tail_forward_metadata.late_layer_tail

@@ -1,0 +1,61 @@
+"""How large a bucket pays: a trial at startup, because it depends on the machine.
+
+A replay saves host time and costs padding and a few copies. A step whose eager run keeps the GPU busy longer than
+the host needs gains nothing and would lose those, so the ladder ends at the largest bucket that wins on this
+machine. Each trial runs the worst step of a bucket (one row more than the bucket below holds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# Runs of each kind in one trial, alternating; the fastest of each counts.
+ROUNDS = 4
+# Buckets up to here are host bound on every GPU that runs this model.
+ALWAYS = 1024
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Seconds of one range at ``rows`` rows, eager and replayed in ``bucket``."""
+
+    bucket: int
+    rows: int
+    eager: float
+    replayed: float
+
+    @property
+    def wins(self) -> bool:
+        return self.replayed <= self.eager
+
+
+def worst_rows(bucket: int, buckets: Sequence[int]) -> int:
+    """The fewest rows that land in ``bucket`` of an ascending ladder: those with the most padding."""
+    return max((b for b in buckets if b < bucket), default=0) + 1
+
+
+def largest_winner(buckets: Sequence[int], run: Callable[[int], Trial]) -> tuple[int, list[Trial]]:
+    """Bisect for the largest bucket that wins, taking it that a smaller one wins where a larger does.
+
+    Args:
+        buckets: ascending ladder.
+        run: tries one bucket.
+
+    Returns:
+        How many of the ladder's buckets to keep, and the trials made.
+    """
+    trials: list[Trial] = []
+    low = sum(1 for b in buckets if b <= ALWAYS)
+    high = len(buckets)
+    # Invariant: the first ``low`` win; everything from ``high`` on loses. The top comes first: on a slow host it wins.
+    probe = high - 1
+    while low < high:
+        trial = run(buckets[probe])
+        trials.append(trial)
+        if trial.wins:
+            low = probe + 1
+        else:
+            high = probe
+        probe = (low + high) // 2
+    return low, trials
