@@ -24,6 +24,7 @@ class ServerFacts:
     memory_saver: bool = False
     pool_borrowing: bool = False
     forward_hooks: bool = False
+    decode_only: bool = False
     lagged_hyper_connections: bool = True
 
 
@@ -38,6 +39,7 @@ _SERVER_REASONS = (
     ("lora", "LoRA: adapters change what the layers compute"),
     ("memory_saver", "memory saver: weights and pools may be released while graphs hold their addresses"),
     ("pool_borrowing", "graph-pool borrowing: other code writes into graph memory"),
+    ("decode_only", "disaggregated decode: this server runs no prefill"),
     ("forward_hooks", "forward hooks: a replay does not call them"),
 )
 

@@ -41,6 +41,8 @@ class DecoderReplayBank(RangeBank):
         first, last = model.late_layer_start, model.end_layer
         bank = startup.make_bank(NAME, first, last, buckets)
         startup.capture_all(bank, lambda rows: startup.dummies.batch(rows, DECODER_REPLAY_STEP))
+        if bank.buckets:
+            startup.open_engine_tail()
         self.keep(served, bank, {**_ENGINE_TAIL_OFF, **captured_elsewhere(model, first, last)})
 
     @hookimpl
@@ -54,6 +56,11 @@ class DecoderReplayBank(RangeBank):
             return self.takeover(step, bank, bucket)
         return Takeover.of_nothing(**_ENGINE_TAIL_OFF) if bank.buckets else None
 
+    def in_charge(self, served: ServedModel) -> bool:
+        """Whether late layers of ``served`` are this bank's, also where they have no bucket."""
+        bank = self.bank(served)
+        return bank is not None and bool(bank.buckets)
+
     def run_tail(
         self, served: ServedModel, state: Any, positions: Any, input_ids: Any, batch: Any
     ) -> tuple[Any, Any, list[Any]] | None:
@@ -62,9 +69,7 @@ class DecoderReplayBank(RangeBank):
         Returns residual streams, pre-mix and captured hidden states, one per captured layer; views valid until
         the next replay.
         """
-        bank = self.bank(served)
-        if bank is None:
-            return None
+        bank = self._banks[served]
         bucket = self.usable_bucket(served, bank, positions.shape[0])
         if bucket is None:
             return None

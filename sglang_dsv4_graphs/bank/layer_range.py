@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +117,14 @@ class LayerRange:
             torch.no_grad(),
             multi_stream_off(),
             self.replay_scope(batch),
-            self._engine.enable_breakable(),
+            self._marked_breakable(),
             self._engine.range_capture_scope(),
         ):
             yield
+
+    def _marked_breakable(self) -> AbstractContextManager[Any]:
+        # Leaving the engine's scope clears the mark, which a prefill-graph step around us has set.
+        return nullcontext() if self._engine.in_breakable() else self._engine.enable_breakable()
 
     @contextmanager
     def replay_scope(self, batch: Any) -> Iterator[None]:

@@ -60,6 +60,17 @@ class ServedModel:
         self.plain_loop: Loop | None = None
         self._forced: Callable[[Step], list[Takeover]] | None = None
 
+    @property
+    def may_replay_tails(self) -> bool:
+        """Whether the decoder-replay bank may come to serve this model; asked before startup decides."""
+        parallel = self.engine.get_parallel()
+        return (
+            self.stand_down is None
+            and self.settings.decoder_replay_max_rows > 0
+            and parallel.attn_dp_size == 1
+            and parallel.attn_cp_size == 1
+        )
+
     def run_loop(
         self,
         loop: Loop,

@@ -215,6 +215,12 @@ class Startup:
         if self._strict:
             raise CaptureError(f"bank={bank.name} rows={rows}: {problem}")
 
+    def open_engine_tail(self) -> None:
+        """Tell the engine's tail runner that a full chunk has run: its break in prefill graphs then calls us."""
+        tail = getattr(self.served.model, "decoder_replay_tail", None)
+        if tail is not None:
+            tail.runner.ready(self.largest_step)
+
     def drive_engine_tail(self) -> None:
         """Let the engine capture its own tail graphs now, where they stay in charge, instead of inside a request.
 
@@ -224,7 +230,7 @@ class Startup:
         tail = getattr(model, "decoder_replay_tail", None)
         if tail is None or any(b.buckets and b.layers.first == model.late_layer_start for b in self.banks):
             return
-        tail.runner.ready(self.largest_step)
+        self.open_engine_tail()
         with self.served.forced(lambda step: []):
             self.dummies.run(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))
 

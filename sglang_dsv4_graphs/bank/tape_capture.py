@@ -202,13 +202,15 @@ class _OpMode(TorchDispatchMode):
         self._capture = capture
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = Call(func, args, kwargs or {})
+        kwargs = kwargs or {}
         if self._capture.segment is None:
-            return call.run()
-        if not set(types) <= {torch.Tensor, torch.nn.Parameter}:
-            names = ", ".join(sorted(t.__name__ for t in types))
-            raise self._capture.fail(f"{func} on tensors of type {names}", user_site())
+            return func(*args, **kwargs)
+        # Subclasses that dispatch in Python hold their memory elsewhere; parameters and their like do not.
+        strange = {t.__name__ for t in types if t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__}
+        if strange:
+            raise self._capture.fail(f"{func} on tensors of type {', '.join(sorted(strange))}", user_site())
+        call = Call(func, args, kwargs)
         if call.facts.composite:
             with self:
-                return func._op_dk(COMPOSITE, *args, **call.kwargs)
+                return func._op_dk(COMPOSITE, *args, **kwargs)
         return self._capture.operation(call)

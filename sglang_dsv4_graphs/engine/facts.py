@@ -34,6 +34,8 @@ _RUNNER = _SRT + "model_executor."
 _BREAKABLE = _RUNNER + "runner_backend_utils.breakable_cuda_graph."
 _PIECEWISE = _RUNNER + "runner_backend_utils.tc_piecewise_cuda_graph.context_manager."
 _MODEL = MODEL_MODULE + "."
+_TAIL = _SRT + "models.deepseek_v4_replay_tail."
+_V22, _V23 = ("0.5.22",), ("0.5.23",)
 
 _LOOP = (
     "self, positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, "
@@ -74,6 +76,15 @@ HOOKS = (
         _RUNNER + "model_runner_components.cuda_graph_setup.finalize_cuda_graph_capture",
         "model_runner",
     ),
+    Contract(
+        "tail_breaks_out", _TAIL + "DecoderReplayTail.breaks_out_of_prefill_graph", "self, tail, *, num_tokens", _V23
+    ),
+    Contract(
+        "tail_run",
+        _TAIL + "DecoderReplayTail.run",
+        "self, *, state, positions, input_ids, input_ids_global, forward_batch, capture_dspark, dp_rows=, out_rows=",
+        _V23,
+    ),
     # 0.5.22 stores the SWA K inside the segment and has no stub for the sources' capture pass.
     Contract(
         "kv_store",
@@ -89,7 +100,6 @@ HOOKS = (
     ),
 )
 
-_V22, _V23 = ("0.5.22",), ("0.5.23",)
 CALLS = (
     Contract(
         "hook_registry_register",
@@ -160,6 +170,7 @@ CALLS = (
     Contract("get_schedule", _SRT + "runtime_context.get_schedule", ""),
     Contract("get_exec", _SRT + "runtime_context.get_exec", ""),
     Contract("get_model_args", _SRT + "runtime_context.get_model", ""),
+    Contract("get_disagg", _SRT + "runtime_context.get_disagg", ""),
     Contract("get_observability", _SRT + "runtime_context.get_observability", ""),
     Contract("unified_kv", _SRT + "layers.attention.dsv4.unified_kv_gate.is_unified_kv_triton", "", _V23),
     Contract(
@@ -182,6 +193,12 @@ CALLS = (
     ),
     Contract(
         "residual_clear", _SRT + "layers.layer_boundary.residual.batch.clear", "forward_batch", _V23
+    ),
+    Contract(
+        "tail_run_eagerly",
+        _TAIL + "DecoderReplayTail._run_layers_eagerly",
+        "self, *, state, positions, input_ids, input_ids_global, forward_batch, capture_dspark, dp_rows=",
+        _V23,
     ),
     Contract("tail_scope", _SRT + "models.deepseek_v4_replay_tail._replay_tail_scope", "", _V23),
 )

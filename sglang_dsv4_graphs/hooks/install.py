@@ -20,8 +20,10 @@ from sglang_dsv4_graphs.bank.probes import KnownBuffers
 from sglang_dsv4_graphs.engine.api import Engine
 from sglang_dsv4_graphs.engine.facts import hooks_for, installed_version
 from sglang_dsv4_graphs.extend import ExtensionError, make_manager
+from sglang_dsv4_graphs.hooks.breaks import OldEngineBreaks
 from sglang_dsv4_graphs.hooks.contracts import install_reason
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
+from sglang_dsv4_graphs.hooks.prefill_graph import PrefillGraphTail
 from sglang_dsv4_graphs.hooks.runtime import Runtime
 from sglang_dsv4_graphs.log import RankLog
 from sglang_dsv4_graphs.settings import Settings
@@ -77,16 +79,21 @@ def stand_down(reason: str, strict: bool, log: RankLog | None = None) -> None:
 
 def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bool) -> Installation:
     manager = make_manager(third_parties=third_parties)
+    decoder_replay = DecoderReplayBank()
     manager.register(KnownBuffers(), name="known-buffers")
     manager.register(FullLayerBank(), name=FULL_LAYER)
-    manager.register(DecoderReplayBank(), name=DECODER_REPLAY)
+    manager.register(decoder_replay, name=DECODER_REPLAY)
     runtime = Runtime(engine, settings, manager, log)
+    breaks = OldEngineBreaks(engine)
+    prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)
     hooks = {
         "model_built": ("after", runtime.after_model_built),
         "layer_loop": ("around", runtime.around_layer_loop),
         "startup": ("before", runtime.before_startup),
-        "kv_store": ("around", runtime.breaks.around_kv_store),
-        "low_ratio_sources": ("around", runtime.breaks.around_low_ratio_sources),
+        "kv_store": ("around", breaks.around_kv_store),
+        "low_ratio_sources": ("around", breaks.around_low_ratio_sources),
+        "tail_breaks_out": ("around", prefill_graph.around_breaks_out),
+        "tail_run": ("around", prefill_graph.around_run),
     }
     ledger = Ledger(engine)
     ledger.apply([(c, *hooks[c.name]) for c in hooks_for(engine.version)])

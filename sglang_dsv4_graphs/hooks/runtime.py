@@ -16,7 +16,6 @@ import pluggy
 from sglang_dsv4_graphs.bank.decide import server_reason
 from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.engine.api import Engine
-from sglang_dsv4_graphs.hooks.breaks import OldEngineBreaks
 from sglang_dsv4_graphs.hooks.start import run_sweep, server_facts
 from sglang_dsv4_graphs.log import RankLog, logger
 from sglang_dsv4_graphs.settings import Settings
@@ -32,7 +31,6 @@ class Runtime:
         self.settings = settings
         self.manager = manager
         self.log = log
-        self.breaks = OldEngineBreaks(engine)
         self._served: WeakKeyDictionary[Any, ServedModel] = WeakKeyDictionary()
 
     def served(self, model: Any) -> ServedModel | None:

@@ -13,6 +13,12 @@ ENGINE_BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_g
 
 
 @pytest.fixture
+def engine_breaks() -> Any:
+    """The engine's module with its break wrapper and context variable."""
+    return pytest.importorskip(ENGINE_BREAKS)
+
+
+@pytest.fixture
 def capture_var() -> ContextVar[Any]:
     return ContextVar("capture", default=None)
 
@@ -54,15 +60,11 @@ def as_break(capture_var: ContextVar[Any]) -> Callable[[Callable[..., Any]], Cal
     return breaking(capture_var)
 
 
-def _break_wrappers() -> list[Any]:
-    return ["own", pytest.param("engine", marks=pytest.mark.engine)]
-
-
-@pytest.fixture(params=_break_wrappers())
+@pytest.fixture(params=["own", pytest.param("engine", marks=pytest.mark.engine)])
 def breaks(request: pytest.FixtureRequest) -> SimpleNamespace:
     """A context variable with the wrapper that looks into it: one of our own, and the engine's."""
     if request.param == "engine":
-        module = pytest.importorskip(ENGINE_BREAKS)
+        module = request.getfixturevalue("engine_breaks")
         return SimpleNamespace(
             var=module._current_capture_var, wrap=module.eager_on_graph, graph_break=module.break_graph
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -92,15 +93,13 @@ def test_a_break_in_inference_mode_is_repeated_in_it(breaks: SimpleNamespace) ->
 
 
 @pytest.mark.engine
-def test_an_object_that_a_break_returns_is_handed_on() -> None:
-    engine = pytest.importorskip(ENGINE_BREAKS)
-
-    @engine.eager_on_graph
+def test_an_object_that_a_break_returns_is_handed_on(engine_breaks: Any) -> None:
+    @engine_breaks.eager_on_graph
     def attend(x: Tensor) -> SimpleNamespace:
         return SimpleNamespace(out=x + 1, pair=None)
 
     x = x23()
-    recording = TapeBackend(engine._current_capture_var).record(lambda: [attend(x * 2).out * 3])
+    recording = TapeBackend(engine_breaks._current_capture_var).record(lambda: [attend(x * 2).out * 3])
     assert recording.external_reads([x]) == []
     recording.poison([x])
     fresh(x)
@@ -128,7 +127,7 @@ def test_a_fault_names_its_break(breaks: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match="no such slot"):
         recording.replay()
     with pytest.raises(
-        ReplayFault, match=r"break 1 \(.*attend.*test_tape\.py:.* in body\).*no such slot"
+        ReplayFault, match=r"break 1 \(.*attend.*test_tape_breaks\.py:.* in body\).*no such slot"
     ) as fault:
         recording.replay_debug()
     assert (fault.value.part, fault.value.index) == ("break", 1)
@@ -154,7 +153,7 @@ def test_a_fault_names_its_segment(breaks: SimpleNamespace, operation: str) -> N
     rows.fill_(99)
     with pytest.raises((IndexError, RuntimeError)):
         recording.replay()
-    with pytest.raises(ReplayFault, match=r"segment 1 \(from .*test_tape\.py:\d+ in body\)") as fault:
+    with pytest.raises(ReplayFault, match=r"segment 1 \(from .*test_tape_breaks\.py:\d+ in body\)") as fault:
         recording.replay_debug()
     assert (fault.value.part, fault.value.index) == ("segment", 1)
     cause = fault.value.__cause__
@@ -162,3 +161,35 @@ def test_a_fault_names_its_segment(breaks: SimpleNamespace, operation: str) -> N
     assert isinstance(cause, IndexError) or "torch.float32[3] when recorded, torch.float32[6] now" in str(
         cause
     )
+
+
+def test_a_break_is_named_by_its_caller_even_in_one_file(backend: TapeBackend, capture_var: Any) -> None:
+    broken: list[int] = []
+
+    def wrapper() -> None:
+        capture = capture_var.get()
+        if capture is not None:
+            capture._end_current_segment()
+            capture.cuda_graph._break_fns.append(lambda: broken[0])
+            capture._begin_new_segment()
+
+    def body() -> list[Tensor]:
+        wrapper()
+        return []
+
+    with pytest.raises(ReplayFault, match=r"test_tape_breaks\.py:\d+ in body"):
+        backend.record(body).replay_debug()
+
+
+@pytest.mark.parametrize("steps", [["end", "begin"], ["begin"], ["end", "end"]])
+def test_a_wrapper_that_leaves_no_break_is_refused(
+    backend: TapeBackend, capture_var: Any, steps: list[str]
+) -> None:
+    def body() -> list[Tensor]:
+        capture = capture_var.get()
+        for step in steps:
+            capture._end_current_segment() if step == "end" else capture._begin_new_segment()
+        return []
+
+    with pytest.raises(CaptureError, match=r"without one break before it|a break inside a break"):
+        backend.record(body, warmups=0)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
-import numpy as np
 from torch.nn import functional as F  # noqa: E402
 
 from sglang_dsv4_graphs.bank.backend import CaptureError  # noqa: E402

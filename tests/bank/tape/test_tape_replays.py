@@ -1,8 +1,9 @@
-"""What the tape replays. Every test changes all inputs first: kept values of the recorded run would fail it."""
+"""What the tape replays. Every test changes all inputs first, so that kept values would fail it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -188,25 +189,32 @@ def test_a_routed_model_in_bfloat16_equals_eager(backend: TapeBackend, mode: Any
     assert len(routed) == 4  # the inputs did change who is routed where
 
 
-def test_collectives_are_repeated_and_waited_for(backend: TapeBackend, tmp_path: Any) -> None:
+@pytest.fixture
+def world_of_one(tmp_path: Any) -> Iterator[Any]:
+    """torch's default process group: the engine's, if another test made one."""
     dist = torch.distributed
-    if dist.is_initialized():
-        pytest.skip("somebody else's process group")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-
-        def body(x: Tensor) -> list[Tensor]:
-            # Large, so that who does not wait reads what is not there yet.
-            everyone = torch.empty_like(x)
-            dist.all_gather_into_tensor(everyone, x * 2)
-            dist.all_reduce(everyone)
-            return [everyone + 1]
-
-        check(backend, body, torch.randn(1 << 22))
-        with pytest.raises(CaptureError, match="barrier"):
-            backend.record(lambda: dist.barrier() or [], warmups=0)
-    finally:
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield dist
+    if own:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+def test_collectives_are_repeated_and_waited_for(backend: TapeBackend, world_of_one: Any) -> None:
+    dist = world_of_one
+
+    def body(x: Tensor) -> list[Tensor]:
+        # Large, so that who does not wait reads what is not there yet.
+        everyone = torch.empty_like(x)
+        dist.all_gather_into_tensor(everyone, x * 2)
+        dist.all_reduce(everyone)
+        return [everyone + 1]
+
+    check(backend, body, torch.randn(1 << 22))
+    with pytest.raises(CaptureError, match="barrier"):
+        backend.record(lambda: dist.barrier() or [], warmups=0)
 
 
 def test_warmups_run_first_and_eagerly(backend: TapeBackend, capture_var: ContextVar[Any]) -> None:

@@ -1,0 +1,127 @@
+"""Fresh processes for tests of what happens at import, at a price that allows many of them.
+
+Importing the engine takes seconds. So one process imports as much of it as an engine process has when it runs
+its plugins, nothing of ours and not the model module, and is forked for every test: each child is such a process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FAILED = 70
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An ended process: exit code, everything it printed, and what the function returned (through JSON)."""
+
+    code: int
+    output: str
+    value: Any
+
+    @property
+    def lines(self) -> list[str]:
+        """Its lines of this plugin's log."""
+        return [line for line in self.output.splitlines() if line.startswith("dsv4-graphs:")]
+
+
+def in_fresh_process(
+    function: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    path: Iterable[Path] = (),
+    code: int = 0,
+) -> Finished:
+    """Call a module-level ``function`` with JSON-able ``args`` in a process that never imported the plugin.
+
+    ``env`` is added to the environment, ``path`` put in front of ``sys.path``. Fails unless it exits with ``code``.
+    """
+    request = {
+        "module": function.__module__,
+        "function": function.__name__,
+        "args": args,
+        "env": dict(env or {}),
+        "path": [str(p) for p in path],
+    }
+    finished = _server().ask(request)
+    assert finished.code == code, f"exit code {finished.code}:\n{finished.output}"
+    return finished
+
+
+class _Server:
+    def __init__(self) -> None:
+        start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.fresh import serve; serve()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        atexit.register(self._process.kill)
+
+    def ask(self, request: dict[str, Any]) -> Finished:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("reply "):  # importing the engine prints, too
+                return Finished(**json.loads(line.removeprefix("reply ")))
+        raise AssertionError("the process that forks fresh ones has ended")
+
+
+@cache
+def _server() -> _Server:
+    return _Server()
+
+
+def serve() -> None:
+    """Fork and answer until standard input ends."""
+    import sglang.srt.plugins
+
+    assert "sglang_dsv4_graphs" not in sys.modules
+    assert "sglang.srt.models.deepseek_v4" not in sys.modules
+    for line in sys.stdin:
+        with tempfile.TemporaryDirectory(prefix="fresh_") as folder:
+            output, value = Path(folder, "output"), Path(folder, "value")
+            pid = os.fork()
+            if pid == 0:
+                _child(json.loads(line), output, value)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            found = json.loads(value.read_text()) if value.exists() else None
+            reply = {"code": code, "output": output.read_text(errors="replace"), "value": found}
+        print("reply " + json.dumps(reply), flush=True)
+
+
+def _child(request: dict[str, Any], output: Path, value: Path) -> None:
+    """Run the request and end. ``SystemExit`` is left to the interpreter, as in any process."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    os.environ.update(request["env"])
+    sys.path[:0] = request["path"]
+    try:
+        function = getattr(importlib.import_module(request["module"]), request["function"])
+        value.write_text(json.dumps(function(*request["args"])))
+    except Exception:
+        traceback.print_exc()
+        _end(FAILED)
+    _end(0)
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
