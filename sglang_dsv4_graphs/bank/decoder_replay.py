@@ -29,7 +29,7 @@ class DecoderReplayBank(RangeBank):
 
     name = NAME
 
-    @hookimpl(trylast=True)
+    @hookimpl
     def dsv4_graphs_startup(self, startup: Startup) -> None:
         served, model = startup.served, startup.served.model
         if model.late_layer_start is None:

@@ -169,14 +169,14 @@ class Startup:
 
     def _trim(self, bank: Bank, batch_of: BatchOf) -> None:
         """End the ladder where replays stop paying; every rank takes the slowest rank's word."""
-        keep, trials = largest_winner(bank.planned, lambda bucket: self._try(bank, bucket, batch_of))
+        largest, trials = largest_winner(bank.planned, lambda bucket: self._try(bank, bucket, batch_of))
         for t in trials:
             self._log.debug(
                 "trial", bank=bank.name, bucket=t.bucket, rows=t.rows, eager_s=t.eager, replayed_s=t.replayed
             )
-        if keep < len(bank.planned):
-            dropped = bank.planned[keep:]
-            bank.planned = bank.planned[:keep]
+        dropped = [b for b in bank.planned if b > largest]
+        if dropped:
+            bank.planned = tuple(b for b in bank.planned if b <= largest)
             self._log.info(
                 "trimmed", bank=bank.name, rows=f"{dropped[0]}..{dropped[-1]}", reason="eager is as fast there"
             )

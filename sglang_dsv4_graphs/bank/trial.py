@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # Runs of each kind in one trial, alternating; the fastest of each counts.
-ROUNDS = 4
-# Buckets up to here are host bound on every GPU that runs this model.
+ROUNDS = 2
+# Buckets up to here are host bound on every GPU that runs this model, so they are never tried.
 ALWAYS = 1024
+# Only multiples are tried: a trial costs about a second of startup.
+COARSE = 512
 
 
 @dataclass(frozen=True)
@@ -39,23 +41,26 @@ def largest_winner(buckets: Sequence[int], run: Callable[[int], Trial]) -> tuple
     """Bisect for the largest bucket that wins, taking it that a smaller one wins where a larger does.
 
     Args:
-        buckets: ascending ladder.
+        buckets: ascending ladder; its largest and the multiples of 512 above 1024 are tried.
         run: tries one bucket.
 
     Returns:
-        How many of the ladder's buckets to keep, and the trials made.
+        The largest bucket to keep, and the trials made.
     """
+    tried = [b for b in buckets if b > ALWAYS and (b % COARSE == 0 or b == buckets[-1])]
     trials: list[Trial] = []
-    low = sum(1 for b in buckets if b <= ALWAYS)
-    high = len(buckets)
-    # Invariant: the first ``low`` win; everything from ``high`` on loses. The top comes first: on a slow host it wins.
+    # Invariant: the first ``low`` of ``tried`` win; everything from ``high`` on loses. The top comes first: where
+    # the host is slow it wins.
+    low, high = 0, len(tried)
     probe = high - 1
     while low < high:
-        trial = run(buckets[probe])
+        trial = run(tried[probe])
         trials.append(trial)
         if trial.wins:
             low = probe + 1
         else:
             high = probe
         probe = (low + high) // 2
-    return low, trials
+    if low:
+        return tried[low - 1], trials
+    return max((b for b in buckets if b <= ALWAYS), default=0), trials

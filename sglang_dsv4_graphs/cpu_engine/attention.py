@@ -1,9 +1,9 @@
 """An attention backend that depends on the step exactly as the engine's does.
 
-The model's layers stay the engine's; at an attention break they ask this object. It reads the step's metadata,
-the pools and the request table at the time of the call, so a call with a stale batch, stale rows or stale
-slots gives other numbers. Switching to the late-layer tail, and the source KV that is written before it,
-follow the engine's rules of either version, with the engine's own tail layout and tail object.
+The model's layers stay the engine's; at an attention break they ask this object. It reads the step's
+metadata, the pools and the request table at the time of the call, so a call with a stale batch, stale rows
+or stale slots gives other numbers. Switching to the late-layer tail, and the source KV that is written
+before it, follow the engine's rules of either version, with the engine's own tail layout and tail object.
 """
 
 from __future__ import annotations
@@ -43,17 +43,23 @@ class CpuAttentionBackend:
     encoder_row_floor = None
 
     def __init__(
-        self, *, pool: CpuKVPool, req_to_token_pool: Any, config: Any, bounded_replay: bool, device: str = "cpu"
+        self,
+        *,
+        pool: CpuKVPool,
+        req_to_token_pool: Any,
+        config: Any,
+        bounded_replay: bool,
+        device: str = "cpu",
     ) -> None:
         import importlib
 
         engine = importlib.import_module(_BACKEND)
         self._tail_type = engine.LateLayerTail
         self._tail_layout = engine.late_layer_tail_layout
-        # 0.5.22: layers before the tail publish what the tail reads. 0.5.23: the tail's first layer publishes.
+        # 0.5.22: layers before the tail publish what it reads. 0.5.23: the tail's first layer does.
         self._carries_into_tail = not hasattr(engine.DeepseekV4AttnBackend, "write_tail_source_kv")
         self._config = config
-        self.device = torch.device(device)
+        self.device = torch.device("cpu")
         self.enable_decoder_swa_bounded_replay = bounded_replay
         self.token_to_kv_pool = pool
         self.req_to_token_pool = req_to_token_pool
@@ -205,7 +211,7 @@ class CpuAttentionBackend:
     ) -> Tensor:
         """Attention of ``q`` [rows, heads, dim] over each row's window, its selected rows and the sink.
 
-        Rows that the step's metadata does not have come out as zeros, as padding does in the engine's kernels.
+        Rows that the step's metadata does not have come out as zeros; nobody reads them.
         """
         if k is not v or save_kv_cache:
             raise NotImplementedError("keys are values here, and the model has stored them")
@@ -219,7 +225,7 @@ class CpuAttentionBackend:
             compressed = pool.compressed[pool.source_of(layer.layer_id)]
             keys = torch.cat([keys, compressed[chosen.clamp_min(0)].float()], dim=1)
             present = torch.cat([present, chosen >= 0], dim=1)
-        # What lies in an absent slot may be anything, NaN included, and must not reach the sum even times zero.
+        # An absent slot may hold anything, NaN included, which must not reach the sum even times zero.
         keys = keys.masked_fill(~present.unsqueeze(-1), 0)
         out = q.new_zeros(q.shape)
         out[:rows] = attend(q[:rows].float(), keys, present, attn_sink.float(), layer.scaling).to(q.dtype)

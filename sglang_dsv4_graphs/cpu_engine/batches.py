@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestRows:
-    """What one request contributes to a step: rows for ``tokens`` after ``prefix`` tokens, and their KV slots."""
+    """One request's part of a step: rows for ``tokens`` after ``prefix`` tokens, and their KV slots."""
 
     slot: int
     prefix: int

@@ -54,9 +54,7 @@ def build_runner(
     with tempfile.TemporaryDirectory(prefix="dsv4_graphs_") as directory:
         model_dir = write_config(Path(directory), shape)
         server_args = {"chunked_prefill_size": 1024, **server_args}
-        args = init_process(
-            model_dir, world, enable_decoder_swa_bounded_replay=bounded_replay, **server_args
-        )
+        args = init_process(model_dir, world, enable_decoder_swa_bounded_replay=bounded_replay, **server_args)
         from sglang.srt.utils.hf_transformers_utils import get_config
 
         config = get_config(str(model_dir), trust_remote_code=False)
@@ -68,7 +66,7 @@ def build_runner(
     with _default_dtype(dtype):
         model = DeepseekV4Model(config)
     for parameter in model.parameters():
-        # Some layers ask for bfloat16 by name. Not ``Module.to``: it would also convert the complex rope table.
+        # Some layers ask for bfloat16 by name. ``Module.to`` would convert the complex rope table too.
         if parameter.dtype is torch.bfloat16:
             parameter.data = parameter.data.to(dtype)
     init_weights(model, seed, world.rank)

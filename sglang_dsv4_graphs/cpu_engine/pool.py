@@ -1,8 +1,9 @@
 """The KV memory: sliding-window rows, compressed rows, index keys and half-finished pairs.
 
-A graph goes wrong through memory: rows written to another step's slots, or read from them. So everything the
-engine keeps between steps is kept here, addressed the way the engine addresses it: by token slot, by a second
-mapping for the sliding window, and by request for what is pending. Slot 0 is the dummy that padding writes to.
+A graph goes wrong through memory: rows written to another step's slots, or read from them. So everything
+the engine keeps between steps is kept here, addressed the way the engine addresses it: by token slot, by a
+second mapping for the sliding window, and by request for what is pending. Slot 0 is the dummy that padding
+writes to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sglang_dsv4_graphs.cpu_engine.kernels import norm_rope
 class CpuKVPool:
     """The engine's ``token_to_kv_pool`` as far as the model and its attention backend use it.
 
-    Buffers live at fixed addresses: ``reset`` and ``load_state`` write into them, since a recording holds them.
+    Buffers keep their addresses: ``reset`` and ``load_state`` write into them, since a recording holds them.
     """
 
     # Facts that the engine's model asks for: no encoder request window, no FP8 query.
@@ -69,11 +70,12 @@ class CpuKVPool:
         """Normalize, rotate and store one window row per row of ``kv``.
 
         Raises:
-            ValueError: if rows, slots and positions differ in number, where a kernel would read past its input.
+            ValueError: if rows, slots and positions differ in number: a kernel would read past one.
         """
         if not kv.shape[0] == swa_loc.shape[0] == positions.shape[0]:
             raise ValueError(
-                f"layer {layer_id}: {kv.shape[0]} KV rows, {swa_loc.shape[0]} slots, {positions.shape[0]} positions"
+                f"layer {layer_id}: {kv.shape[0]} KV rows, {swa_loc.shape[0]} slots, "
+                f"{positions.shape[0]} positions"
             )
         if q is not None:
             raise NotImplementedError("the query is rotated by the store on ROCm only")

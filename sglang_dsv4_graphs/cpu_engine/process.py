@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks; ``port`` is where rank 0 listens (0: any free one, world of one)."""
+    """This process's place among the ranks; rank 0 listens on ``port`` (0, in a world of one: any)."""
 
     rank: int = 0
     size: int = 1
@@ -55,7 +55,9 @@ def init_process(model_dir: Path, world: World, **server_args: Any) -> Any:
     publish(args, role="test", ranks=SpawnRanks(world_rank=world.rank))
     if distributed.is_initialized():
         if distributed.get_world_size() != world.size:
-            raise ValueError(f"this process is in a world of {distributed.get_world_size()}, not {world.size}")
+            raise ValueError(
+                f"this process is in a world of {distributed.get_world_size()}, not {world.size}"
+            )
         return args
     init_distributed_environment(
         world_size=world.size,

@@ -40,7 +40,7 @@ class CausalLM(nn.Module):
 class StepResult:
     """A step's hidden states: every row's, in the extend's layout.
 
-    Under bounded replay only ``tail_rows`` are computed; the rest is uninitialised memory, by the engine's design.
+    Under bounded replay only ``tail_rows`` are computed; the engine leaves the rest uninitialised.
     """
 
     hidden: Tensor
@@ -96,7 +96,7 @@ class CpuRunner:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         self.model = CausalLM(model, config)
-        self.dtype = model.embed_tokens.weight.dtype
+        self.dtype: torch.dtype = next(model.parameters()).dtype
         self.shape, self.server_args, self.device_counts = shape, server_args, device_counts
         self.tp_rank, self.tp_size = world.rank, world.size
         self.spec_algorithm = SpeculativeAlgorithm.NONE
@@ -131,7 +131,7 @@ class CpuRunner:
         return self.attn_backend.enable_decoder_swa_bounded_replay
 
     def startup(self) -> None:
-        """Reach the end of the engine's startup, where its graphs are captured and the plugin's hook fires."""
+        """Reach the end of the engine's startup: its graphs are captured, the plugin's hook fires."""
         from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
         cuda_graph_setup.finalize_cuda_graph_capture(self)
@@ -196,7 +196,9 @@ class CpuRunner:
         # In an order that nobody could guess from the row number.
         shuffle = random.Random(11)
         self._free_kv = shuffle.sample(range(1, self.max_total_num_tokens + 1), self.max_total_num_tokens)
-        self._free_requests = shuffle.sample(range(1, self.max_running_requests + 1), self.max_running_requests)
+        self._free_requests = shuffle.sample(
+            range(1, self.max_running_requests + 1), self.max_running_requests
+        )
         self.attn_backend.forward_metadata = self.attn_backend.tail_forward_metadata = None
 
     def state(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def compress(layer: Any, x: Tensor, meta: StepMetadata, pool: CpuKVPool) -> None
 def _partners(
     layer_id: int, kv: Tensor, score: Tensor, meta: StepMetadata, pool: CpuKVPool
 ) -> tuple[Tensor, Tensor]:
-    """The previous token's projections for each row: from this step, or pending since the request's last one."""
+    """The previous token's projections for each row: of this step, or pending since an earlier one."""
     rows = kv.shape[0]
     pending = pool.pending[layer_id]
     partner_kv, partner_score = kv.roll(1, 0).clone(), score.roll(1, 0).clone()
@@ -68,9 +68,7 @@ def _write(layer: Any, kv: Tensor, slots: Tensor, pos: Tensor, pool: CpuKVPool) 
     indexer = layer.indexer
     if indexer is not None and indexer.owns_k:
         # Index keys come from the latent before it is rotated.
-        key = rms_normalize(
-            latent @ indexer.wk.weight.float().t(), indexer.k_norm.eps, indexer.k_norm.weight
-        )
+        key = rms_normalize(latent @ indexer.wk.weight.float().t(), indexer.k_norm.eps, indexer.k_norm.weight)
         pool.index_keys[layer.layer_id][slots] = _rotate_tail(key, layer, pos)
     rows = _rotate_tail(latent, layer, pos)
     cache = pool.compressed[layer.layer_id]
@@ -83,11 +81,18 @@ def _rotate_tail(x: Tensor, layer: Any, pos: Tensor) -> Tensor:
 
 
 def select(
-    layer: Any, x: Tensor, q_lora: Tensor, meta: StepMetadata, pool: CpuKVPool, *, block_size: int, blocks: int
+    layer: Any,
+    x: Tensor,
+    q_lora: Tensor,
+    meta: StepMetadata,
+    pool: CpuKVPool,
+    *,
+    block_size: int,
+    blocks: int,
 ) -> None:
     """Publish, per row, which compressed rows this layer and its readers attend to.
 
-    A candidate source also publishes the groups of its best blocks; the index sources after it score only those.
+    A candidate source also publishes the groups of its best blocks; later index sources score only those.
     """
     rows, ratio, indexer = x.shape[0], layer.compress_ratio, layer.indexer
     core = meta.core_attn_metadata
@@ -119,7 +124,7 @@ def select(
 def _scores(
     layer: Any, x: Tensor, q_lora: Tensor, meta: StepMetadata, pool: CpuKVPool
 ) -> Callable[[slice, Tensor], Tensor]:
-    """A function of a request's rows and compressed slots: scores [rows, groups], -inf where a row is too early."""
+    """A function of a request's rows and compressed slots: scores [rows, groups], -inf for later groups."""
     indexer, ratio = layer.indexer, layer.compress_ratio
     queries, _ = indexer.wq_b(q_lora)
     queries = queries.view(x.shape[0], indexer.n_local_heads, indexer.index_head_dim)
@@ -137,7 +142,7 @@ def _scores(
 
 
 def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` best scores of each row and where they are; of equals (often exact zeros) the earlier one."""
+    """The ``count`` best scores of each row and where; of equals (often exact zeros) the earlier one."""
     best, order = scores.sort(dim=1, descending=True, stable=True)
     return best[:, :count], order[:, :count]
 

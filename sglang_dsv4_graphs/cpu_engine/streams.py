@@ -1,8 +1,9 @@
 """Streams for a machine that has one: everything runs in order, at once.
 
-Inside a breakable scope the engine sends layers without compression down a prepare that forks side streams and
-stores their K with whatever slots the capture saw. That path must stay reachable here, or no test could tell
-that a bank keeps out of it. So the model's module gets a ``torch`` whose streams do nothing; nothing else does.
+Inside a breakable scope the engine sends layers without compression down a prepare that forks side streams
+and stores their K with whatever slots the capture saw. That path must stay reachable here, or no test could
+tell that a bank keeps out of it. So the model's module, and nothing else, gets a ``torch`` whose streams do
+nothing.
 """
 
 from __future__ import annotations

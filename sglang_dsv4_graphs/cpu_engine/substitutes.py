@@ -1,8 +1,8 @@
 """Put CPU substitutes where the engine would launch a CUDA or Triton kernel.
 
-The rule: leaves only. The model's loop, its layers, the attention layer's forward and prepare, the decision to
-break, the break functions, the tail layout and the tail runner's construction stay the engine's own objects,
-and no name that the plugin hooks is touched, so that hooks may be applied before or after.
+The rule: leaves only. The model's loop, its layers, the attention layer's forward and prepare, the decision
+to break, the break functions, the tail layout and the tail runner's construction stay the engine's own
+objects, and no name that the plugin hooks is touched, so that hooks may be applied before or after.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _substitute_model() -> None:
     # Take the branches that a GPU takes.
     _replace(model, "_is_cuda", True)
     if hasattr(model, "DeepseekV4CudaDecoderLayer"):
-        model.DeepseekV4DecoderLayer = model.DeepseekV4CudaDecoderLayer
+        _replace(model, "DeepseekV4DecoderLayer", model.DeepseekV4CudaDecoderLayer)
     _replace(model, "_fused_wo_a_arch_supported", lambda: False)
     _replace(model, "torch", TorchNamespace())
     for kernel in (kernels.fused_rope_inplace, kernels.fused_q_norm_rope, kernels.fused_norm_rope_inplace):

@@ -81,8 +81,9 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     manager = make_manager(third_parties=third_parties)
     decoder_replay = DecoderReplayBank()
     manager.register(KnownBuffers(), name="known-buffers")
-    manager.register(FullLayerBank(), name=FULL_LAYER)
+    # pluggy calls the last registered first: the full-layer bank captures before the decoder-replay bank.
     manager.register(decoder_replay, name=DECODER_REPLAY)
+    manager.register(FullLayerBank(), name=FULL_LAYER)
     runtime = Runtime(engine, settings, manager, log)
     breaks = OldEngineBreaks(engine)
     prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)

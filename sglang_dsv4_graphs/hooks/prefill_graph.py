@@ -48,7 +48,8 @@ class PrefillGraphTail:
     def around_run(self, original: Callable[..., Any], tail_layers: Any, **kwargs: Any) -> Any:
         """AROUND ``run``: the tail's rows through our bank; the engine's graphs only where ours never serve."""
         served = self._served_of(tail_layers._model)
-        if served is None or kwargs.get("dp_rows") is not None or not self._bank.in_charge(served):
+        ours = served is not None and served.ready and self._bank.in_charge(served)
+        if served is None or not ours or kwargs.get("dp_rows") is not None:
             return original(tail_layers, **kwargs)
         done = self._bank.run_tail(
             served, kwargs["state"], kwargs["positions"], kwargs["input_ids"], kwargs["forward_batch"]

@@ -51,7 +51,7 @@ def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
 
 def run_sweep(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> None:
     """Grow, capture every bank, open the step path, release, and say what it came to."""
-    banks = [name for name, _ in manager.list_name_plugin() if name in BANKS]
+    banks = [name for name in BANKS if manager.has_plugin(name)]
     served.log.info("installed", engine=engine.version, banks=",".join(banks))
     device = Device(str(runner.device))
     free_before = device.free_bytes()

@@ -1,7 +1,8 @@
 """A recorder that records nothing: it counts breaks, and refuses what no recording can hold.
 
-The engine's break wrappers ask for little of a capture: an end and a beginning of a segment, and a place for the
-break. Between breaks every operation must keep its shapes whatever the data is, and none may read the host.
+The engine's break wrappers ask for little of a capture: an end and a beginning of a segment, and a place for
+the break. Between breaks every operation must keep its shapes whatever the data is, and none may read the
+host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The seams between the stand-in and the plugin: imports, substitutes, hooks, startup, the runner's attributes."""
+"""The seams between the stand-in and the plugin: imports, substitutes, hooks, startup, attributes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ seen = []
 M = 'sglang.srt.models.deepseek_v4.'
 S = 'sglang.srt.model_executor.model_runner_components.cuda_graph_setup.finalize_cuda_graph_capture'
 def hooks():
-    HookRegistry.register(M + 'DeepseekV4Model.__init__', lambda r, *a, **k: seen.append('built') or r, HookType.AFTER)
+    built = lambda result, *a, **k: seen.append('built') or result
+    HookRegistry.register(M + 'DeepseekV4Model.__init__', built, HookType.AFTER)
     def loop(original, *a, **k):
         seen.append('loop')
         return original(*a, **k)

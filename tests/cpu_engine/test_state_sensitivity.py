@@ -1,7 +1,8 @@
 """Whatever of a step goes stale shows in the numbers.
 
-These are the faults that graphs cause: somebody else's slots, positions or requests, an older step's metadata,
-memory that was overwritten. Were one of them invisible here, tests of the bank could not see it either.
+These are the faults that graphs cause: somebody else's slots, positions or requests, an older step's
+metadata, memory that was overwritten. Were one of them invisible here, tests of the bank could not see it
+either.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def difference(a: Any, b: Any) -> float:
 
 @pytest.fixture
 def second_chunk(runner: Any) -> tuple[Any, Any, Any, Any]:
-    """(runner, second chunk's batch, state before it, its right result); the first chunk had an odd length."""
+    """(runner, second chunk's batch, state before it, its right result); the first chunk's length is odd."""
     from sglang_dsv4_graphs.cpu_engine import Request
 
     prompt, other = Request.of(400, 1), Request.of(300, 2)

@@ -9,9 +9,13 @@ replay against itself; and then replays in random order with ``empty_cache()`` b
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
+import pstats
 import random
+import threading
+import time
 
 import torch
 
@@ -24,13 +28,62 @@ ROWS = (1, 2, 63, 64, 65, 100, 128, 129, 200, 256, 257, 300, 700, 1000, 1024, 15
 CHURN = 50
 
 
+profiler = cProfile.Profile()
+control = {"served": None, "profile": False, "profiling": False}
+
+
 @hookimpl(trylast=True)
 def dsv4_graphs_startup(startup):
+    control["served"] = startup.served
+    if os.environ.get("DSV4_GRAPHS_CONTROL"):
+        threading.Thread(target=watch, args=(os.environ["DSV4_GRAPHS_CONTROL"],), daemon=True).start()
     path = os.environ.get("DSV4_GRAPHS_CHECK")
     if path:
         report = {bank.name: Checks(startup, bank).run() for bank in startup.banks if bank.buckets}
         with open(path, "w") as f:
             json.dump(report, f, indent=1)
+
+
+def watch(path):
+    """Obey one-word orders written to ``path``: on, off (banks), profile, dump; the answer replaces the order."""
+    while True:
+        time.sleep(0.002)
+        try:
+            with open(path) as f:
+                order = f.read().strip()
+        except OSError:
+            continue
+        if order in ("on", "off"):
+            control["served"].ready = order == "on"
+        elif order == "profile":
+            control["profile"] = True
+        elif order.startswith("dump "):
+            control["profile"] = False
+            time.sleep(0.3)
+            with open(order[5:], "w") as f:
+                stats = pstats.Stats(profiler, stream=f)
+                stats.sort_stats("tottime").print_stats(70)
+                stats.sort_stats("cumtime").print_stats(90)
+        elif order == "counts":
+            served = control["served"]
+            with open(path + ".counts", "w") as f:
+                json.dump({"replays": [[*k, v] for k, v in served.replays.items()],
+                           "fallbacks": [[*k, v] for k, v in served.fallbacks.items()]}, f)
+        else:
+            continue
+        with open(path, "w") as f:
+            f.write("done")
+
+
+@hookimpl(tryfirst=True)
+def dsv4_graphs_step(step):
+    # Profilers work per thread: this hook runs on the one that serves.
+    if control["profile"] and not control["profiling"]:
+        control["profiling"] = True
+        profiler.enable()
+    elif control["profiling"] and not control["profile"]:
+        control["profiling"] = False
+        profiler.disable()
 
 
 class Checks:

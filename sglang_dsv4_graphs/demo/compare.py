@@ -1,0 +1,101 @@
+"""Runs every replayed range of the demo a second time, eagerly, on the same padded rows.
+
+An ordinary extension of the plugin: it supplies the graph backend, and wraps the hook in which banks take steps, so
+that the decisions and the replays are the plugin's own. The eager run sees the memory that the replay saw: the KV
+pool and all that the bank owns, padding rows included, are put back before it. What is compared is what the step
+goes on with and the whole KV pool. The step then goes on with what the replay left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang_dsv4_graphs.bank.backend import GraphBackend
+from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.served import Step
+from sglang_dsv4_graphs.bank.shadow import largest_difference
+from sglang_dsv4_graphs.bank.sweep import Startup
+from sglang_dsv4_graphs.bank.views import Takeover
+from sglang_dsv4_graphs.demo.layer_calls import LayerCalls
+from sglang_dsv4_graphs.extend import hookimpl
+
+
+class Referee:
+    """Compares replays with eager runs; ``take()`` gives the differences since it was last called."""
+
+    def __init__(self, backend: GraphBackend, pool: Any, calls: LayerCalls) -> None:
+        """``pool``: has ``state()``, clones of everything that steps change, and ``load_state``."""
+        self.banks: list[Bank] = []
+        self._backend = backend
+        self._pool = pool
+        self._calls = calls
+        self._differences: dict[str, float] = {}
+
+    def take(self) -> dict[str, float]:
+        """The largest difference per bank, of those that replayed."""
+        taken, self._differences = self._differences, {}
+        return taken
+
+    @hookimpl
+    def dsv4_graphs_backend(self, device: str) -> GraphBackend | None:
+        return self._backend if device == "cpu" else None
+
+    @hookimpl
+    def dsv4_graphs_startup(self, startup: Startup) -> None:
+        # The list itself: banks join it while the sweep goes on.
+        self.banks = startup.banks
+
+    @hookimpl(wrapper=True)
+    def dsv4_graphs_step(
+        self, step: Step
+    ) -> Generator[None, list[Takeover | None], list[Takeover | None]]:
+        takeovers = yield
+        return [self._watched(t, step) for t in takeovers]
+
+    def _watched(self, takeover: Takeover | None, step: Step) -> Takeover | None:
+        if takeover is None or takeover.run is None:
+            return takeover
+        ranges = {(b.layers.first, b.layers.last): b for b in self.banks}
+        bank = ranges.get((takeover.first, takeover.last))
+        if bank is None:
+            return takeover
+        replay, has_pre = takeover.run, bank.layers.first > step.served.model.start_layer
+
+        def run(state: Any, positions: Any, input_ids: Any, batch: Any) -> Any:
+            # Clones: the replay releases the state, and its rows may lie where the replay writes.
+            pre = state.pre.clone() if has_pre else None
+            live = RangeInputs(state.residual.clone(), pre, positions, input_ids)
+            before = self._memory(bank)
+            left = replay(state, positions, input_ids, batch)
+            replayed, after = RangeOutputs(left.residual, left.pre).cloned(), self._memory(bank)
+            self._put_back(bank, before)
+            with self._calls.paused():
+                eager = bank.run_eagerly(bank.bucket_for(live.rows) or 0, live, batch)
+            worst = max(largest_difference(replayed, eager), self._kv_difference(after[0]))
+            self._differences[bank.name] = max(worst, self._differences.get(bank.name, 0.0))
+            self._put_back(bank, after)
+            return left
+
+        return replace(takeover, run=run)
+
+    def _memory(self, bank: Bank) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        return self._pool.state(), [t.clone() for t in bank.owned_tensors()]
+
+    def _put_back(self, bank: Bank, memory: tuple[dict[str, torch.Tensor], list[torch.Tensor]]) -> None:
+        pool, owned = memory
+        self._pool.load_state(pool)
+        for tensor, saved in zip(bank.owned_tensors(), owned, strict=True):
+            tensor.copy_(saved)
+
+    def _kv_difference(self, replayed: dict[str, torch.Tensor]) -> float:
+        """Between the pool that the replay left and the one that lies there now."""
+        eager = self._pool.state()
+        return max(
+            largest_difference(RangeOutputs(kept, None), RangeOutputs(eager[name], None))
+            for name, kept in replayed.items()
+        )

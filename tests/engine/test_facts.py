@@ -1,0 +1,146 @@
+"""The facts' notation and selection, and that no other module states facts about the engine."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_dsv4_graphs
+from sglang_dsv4_graphs.engine import facts
+from sglang_dsv4_graphs.engine.facts import CALLS, HOOKS, Contract, contracts_for, describe_signature, hooks_for
+
+PACKAGE = Path(sglang_dsv4_graphs.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("version", "of"),
+    [
+        ("0.5.23", "0.5.23"),
+        ("0.5.23.post1", "0.5.23"),
+        ("0.5.23+cu130", "0.5.23"),
+        ("0.5.23.post1+cu130", "0.5.23"),
+        ("0.5.23.dev7", "0.5.23"),
+        ("0.6", "0.6"),
+    ],
+)
+def test_release(version: str, of: str) -> None:
+    assert facts.release(version) == of
+
+
+class Callables:
+    def method(self, a: int, b: int = 1) -> None: ...
+
+    @classmethod
+    def of(cls, a: int) -> None: ...
+
+    @staticmethod
+    def keyword_only(a: int, *, b: int, c: int = 2) -> None: ...
+
+    def __init__(self, x: int, *rest: int, y: int, **more: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("of", "signature"),
+    [
+        (Callables.method, "self, a, b="),
+        (Callables.of, "a"),
+        (Callables.keyword_only, "a, *, b, c="),
+        (Callables, "x, *rest, y, **more"),
+        (lambda: None, ""),
+    ],
+)
+def test_notation(of: Any, signature: str) -> None:
+    assert describe_signature(of) == signature
+
+
+def test_what_is_not_callable_has_no_signature() -> None:
+    with pytest.raises(ValueError, match="not callable"):
+        describe_signature(3)
+
+
+def test_a_contract_may_be_limited_to_versions() -> None:
+    always, old = Contract("a", "m.a"), Contract("b", "m.b", versions=("0.5.22",))
+    assert always.holds_for("9.9")
+    assert old.holds_for("0.5.22.post1")
+    assert not old.holds_for("0.5.23")
+
+
+@pytest.mark.parametrize("version", facts.TESTED_VERSIONS)
+def test_names_and_targets_are_unique_in_a_version(version: str) -> None:
+    contracts = contracts_for(version)
+    for field in ("name", "target"):
+        repeated = [v for v, n in Counter(getattr(c, field) for c in contracts).items() if n > 1]
+        assert repeated == []
+
+
+def test_every_contract_belongs_to_a_tested_version() -> None:
+    known = {c for version in facts.TESTED_VERSIONS for c in contracts_for(version)}
+    assert known == {*HOOKS, *CALLS}
+
+
+def test_an_untested_version_is_held_to_the_newest_tested_one() -> None:
+    assert contracts_for("0.5.24") == contracts_for("0.5.23") != contracts_for("0.5.22")
+    assert contracts_for("0.5.22.post2") == contracts_for("0.5.22")
+
+
+def test_hooks_of_each_version() -> None:
+    both = {"model_built", "layer_loop", "startup"}
+    assert {c.name for c in hooks_for("0.5.22")} == {*both, "kv_store", "low_ratio_sources"}
+    assert {c.name for c in hooks_for("0.5.23")} == {*both, "tail_breaks_out", "tail_run"}
+    assert all(c.signature is not None for c in HOOKS)
+
+
+def test_no_other_module_spells_an_engine_path() -> None:
+    spelled = re.compile(r"sglang\.(srt|kernels|jit_kernel)\b")
+    files = [p for p in PACKAGE.rglob("*.py") if p.relative_to(PACKAGE).parts[0] not in ("engine", "cpu_engine")]
+    assert len(files) > 20
+    lines = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in files
+        for line in path.read_text().splitlines()
+        if spelled.search(line) and "entry point" not in line.lower()
+    ]
+    assert lines == []
+
+
+def test_a_missing_engine_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "DISTRIBUTION", "a-distribution-that-nobody-has")
+    assert facts.installed_version() is None
+
+
+def test_resolve() -> None:
+    assert facts.resolve("collections.Counter.most_common") is Counter.most_common
+    with pytest.raises(AttributeError):
+        facts.resolve("collections.Counter.least_common")
+    with pytest.raises(ImportError):
+        facts.resolve("no_such_module.thing")
+
+
+@pytest.mark.engine
+class TestEngine:
+    def test_it_is_a_tested_one(self) -> None:
+        version = facts.installed_version()
+        assert version is not None
+        assert facts.release(version) in facts.TESTED_VERSIONS
+
+    def test_group_of_plugins(self) -> None:
+        from sglang.srt import plugins
+
+        assert facts.PLUGIN_GROUP == plugins.GENERAL_PLUGINS_GROUP
+
+    def test_module_of_the_model(self) -> None:
+        import importlib
+
+        assert importlib.import_module(facts.MODEL_MODULE).DeepseekV4Model
+
+    def test_the_multi_stream_setting_is_read_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.environ import envs
+
+        setting = getattr(envs, facts.MULTI_STREAM_ENV)
+        for text, value in (("0", False), ("1", True)):
+            monkeypatch.setenv(facts.MULTI_STREAM_ENV, text)
+            assert setting.get() is value
