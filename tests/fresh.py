@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,27 +89,31 @@ def _server() -> _Server:
 
 def serve() -> None:
     """Fork and answer until standard input ends."""
+    import sglang.srt.models.deepseek_v2
     import sglang.srt.plugins
 
+    assert sglang.srt.models.deepseek_v2  # most of what the model module imports
     assert "sglang_dsv4_graphs" not in sys.modules
     assert "sglang.srt.models.deepseek_v4" not in sys.modules
     for line in sys.stdin:
-        with tempfile.TemporaryDirectory(prefix="fresh_") as folder:
-            output, value = Path(folder, "output"), Path(folder, "value")
-            pid = os.fork()
-            if pid == 0:
-                _child(json.loads(line), output, value)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            found = json.loads(value.read_text()) if value.exists() else None
-            reply = {"code": code, "output": output.read_text(errors="replace"), "value": found}
+        folder = Path(tempfile.mkdtemp(prefix="fresh_"))
+        output, value = folder / "output", folder / "value"
+        pid = os.fork()
+        if pid == 0:
+            # Nothing may be open here that an exit of the child would close or clean.
+            _child(json.loads(line), output, value)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        found = json.loads(value.read_text()) if value.exists() else None
+        reply = {"code": code, "output": output.read_text(errors="replace"), "value": found}
         print("reply " + json.dumps(reply), flush=True)
+        shutil.rmtree(folder)
 
 
 def _child(request: dict[str, Any], output: Path, value: Path) -> None:
     """Run the request and end. ``SystemExit`` is left to the interpreter, as in any process."""
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     os.environ.update(request["env"])
     sys.path[:0] = request["path"]

@@ -218,15 +218,13 @@ class CpuAttentionBackend:
         core, pool = self._step.core_attn_metadata, self.token_to_kv_pool
         rows = min(q.shape[0], core.rows)
         slots = core.swa_page_indices[:rows]
-        keys = pool.swa[layer.layer_id][slots.clamp_min(0)].float()
-        present = slots >= 0
+        keys, present = pool.rows(pool.swa[layer.layer_id], slots), slots >= 0
         if compress_ratio:
             chosen = core.sparse_page_indices(compress_ratio)[:rows]
-            compressed = pool.compressed[pool.source_of(layer.layer_id)]
-            keys = torch.cat([keys, compressed[chosen.clamp_min(0)].float()], dim=1)
-            present = torch.cat([present, chosen >= 0], dim=1)
-        # An absent slot may hold anything, NaN included, which must not reach the sum even times zero.
-        keys = keys.masked_fill(~present.unsqueeze(-1), 0)
+            compressed = pool.rows(pool.compressed[pool.source_of(layer.layer_id)], chosen)
+            keys, present = torch.cat([keys, compressed], dim=1), torch.cat([present, chosen >= 0], dim=1)
         out = q.new_zeros(q.shape)
-        out[:rows] = attend(q[:rows].float(), keys, present, attn_sink.float(), layer.scaling).to(q.dtype)
+        out[:rows] = attend(q[:rows].float(), keys.float(), present, attn_sink.float(), layer.scaling).to(
+            q.dtype
+        )
         return out

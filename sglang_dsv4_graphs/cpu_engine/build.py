@@ -12,12 +12,13 @@ import torch
 
 from sglang_dsv4_graphs.cpu_engine.config import ModelShape, write_config
 from sglang_dsv4_graphs.cpu_engine.process import World, init_process
-from sglang_dsv4_graphs.cpu_engine.runner import CpuRunner
+from sglang_dsv4_graphs.cpu_engine.runner import CpuRunner, context_lends_counts
 from sglang_dsv4_graphs.cpu_engine.substitutes import apply_substitutes
 from sglang_dsv4_graphs.cpu_engine.torchvision_shim import ensure_torchvision
 from sglang_dsv4_graphs.cpu_engine.weights import init_weights
 
-MAX_THREADS = 2
+# A second thread gains a third on an idle machine, and loses a factor of ten on a busy one.
+MAX_THREADS = 1
 
 
 def build_runner(
@@ -43,7 +44,7 @@ def build_runner(
             a rounding step can send a row to another expert.
         world: this process's rank, in tests with several.
         shape: the model's shape, instead of ``layers``.
-        device_counts: give every batch its count tensors.
+        device_counts: give every batch its count tensors (0.5.23).
         server_args: more of the engine's ServerArgs, e.g. ``chunked_prefill_size``.
     """
     if shape is None:
@@ -63,6 +64,8 @@ def build_runner(
     apply_substitutes()
     from sglang.srt.models.deepseek_v4 import DeepseekV4Model
 
+    if device_counts and not context_lends_counts():
+        raise NotImplementedError("device_counts: this engine's routing takes no row count on a CPU")
     with _default_dtype(dtype):
         model = DeepseekV4Model(config)
     for parameter in model.parameters():

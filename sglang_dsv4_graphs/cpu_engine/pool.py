@@ -31,7 +31,9 @@ class CpuKVPool:
         self.slots = slots
         self.present_ratios = tuple(sorted({r for r in shape.compress_ratios if r}))
         self._shape = shape
-        rows = slots + 1
+        # Behind the real slots lies one that is never written: a row with fewer keys reads zeros there.
+        self.absent = slots + 1
+        rows = slots + 2
         # A fixed shuffle: whoever stores window rows by full slots, or reads them so, meets another token.
         shuffle = torch.randperm(slots, generator=torch.Generator().manual_seed(7)) + 1
         self.full_to_swa = torch.cat([torch.zeros(1, dtype=torch.int64), shuffle])
@@ -51,6 +53,10 @@ class CpuKVPool:
         if source is None:
             raise ValueError(f"layer {layer_id} reads no compressed KV")
         return source
+
+    def rows(self, buffer: Tensor, slots: Tensor) -> Tensor:
+        """``buffer``'s rows at ``slots``; zeros where a slot is -1, whatever padding left in the dummy."""
+        return buffer[slots.masked_fill(slots < 0, self.absent)]
 
     def translate_loc_from_full_to_swa(self, loc: Tensor) -> Tensor:
         """Token slots to sliding-window slots."""

@@ -66,6 +66,13 @@ class _IndexTranslator:
     def bind_runner_slots(self, forward_batch: Any) -> None: ...
 
 
+def context_lends_counts() -> bool:
+    """Whether the forward context lends layers the batch's row counts (0.5.23)."""
+    from sglang.srt.model_executor.forward_context import forward_context
+
+    return "forward_batch" in inspect.signature(forward_context).parameters
+
+
 class CpuRunner:
     """Runs extend steps of the engine's model; has the attributes of a ModelRunner that the plugin reads."""
 
@@ -172,8 +179,7 @@ class CpuRunner:
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         context = ForwardContext(attn_backend=self.attn_backend)
-        # 0.5.22's context does not lend the batch's counts.
-        if "forward_batch" in inspect.signature(forward_context).parameters:
+        if context_lends_counts():
             return forward_context(context, forward_batch=batch)
         return forward_context(context)
 

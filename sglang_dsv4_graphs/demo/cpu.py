@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 SETTINGS = {
     # Few and small graphs: two cores capture them in seconds, and a step above the largest stays cheap.
-    "SGLANG_DSV4_FULL_LAYER_GRAPH_MAX_TOKENS": "512",
+    "SGLANG_DSV4_FULL_LAYER_GRAPH_MAX_TOKENS": "384",
     "SGLANG_DSV4_DECODER_REPLAY_GRAPH_MAX_ROWS": "256",
     # A shadowed step goes on with eager rows: comparing those with eager ones would show nothing.
     "SGLANG_DSV4_GRAPHS_SHADOW": "0",
 }
+# More than the largest bucket, so that a server could run the step that is larger than it.
+CHUNK = 512
 
 
 def run() -> int:
@@ -80,7 +82,9 @@ def build() -> tuple[Installation, CpuRunner]:
     from sglang_dsv4_graphs.cpu_engine import build_runner
 
     # In bfloat16 a rounding step can send a row to another expert, and on/off could not be compared.
-    runner = build_runner(bounded_replay=True, hooks_first=load_plugin, dtype=torch.float32)
+    runner = build_runner(
+        bounded_replay=True, hooks_first=load_plugin, dtype=torch.float32, chunked_prefill_size=CHUNK
+    )
     installation = plugin.installation()
     if installation is None:
         raise DemoError("the engine loaded its plugins and ours installed nothing; its log line above says why")

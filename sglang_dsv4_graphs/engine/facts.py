@@ -85,6 +85,15 @@ HOOKS = (
         "self, *, state, positions, input_ids, input_ids_global, forward_batch, capture_dspark, dp_rows=, out_rows=",
         _V23,
     ),
+    Contract(
+        "attention",
+        _MODEL + "bcg_deepseek_v4_attention_with_output",
+        "query, key_value, output, layer_id, compress_ratio, attn_sink, save_kv_cache",
+        _V23,
+    ),
+    # The same function; 0.5.22's operator wrapper hides its parameters.
+    Contract("attention", _MODEL + "bcg_deepseek_v4_attention_with_output", "*args, **kwargs", _V22),
+    Contract("tail_kv_store", _MODEL + "bcg_tail_kv_store", "attention, x, positions, qkv_a", _V23),
     # 0.5.22 stores the SWA K inside the segment and has no stub for the sources' capture pass.
     Contract(
         "kv_store",
@@ -105,6 +114,11 @@ CALLS = (
         "hook_registry_register",
         _SRT + "plugins.hook_registry.HookRegistry.register",
         "target, hook, hook_type=, *, source=",
+    ),
+    Contract(
+        "kv_store_call",
+        _MODEL + "MQALayer._compute_kv_to_cache",
+        "self, x, positions, forward_batch, attn_backend, qkv_a=, q_rope=",
     ),
     Contract("hook_registry_apply", _SRT + "plugins.hook_registry.HookRegistry.apply_hooks", ""),
     Contract("hook_registry", _SRT + "plugins.hook_registry.HookRegistry"),

@@ -1,9 +1,18 @@
-"""Breaks that engine 0.5.22 lacks.
+"""The breaks of a range: fewer and leaner than the engine's, and those that engine 0.5.22 lacks.
 
-Its prefill graph captures the SWA K store with bucket-sized slot buffers and runs the low-ratio sources once while
-it captures. A range captured for live slots needs the store between segments, and its capture pass hands the
-sources activations that no segment has computed yet: the indexer would pick blocks from them and read pages past
-the context. 0.5.23 has both in its tail scope.
+Inside a range capture the engine's own break functions would serve, but a step has about ninety of them, and host
+time is what a step is short of:
+
+- *Merged KV store*: nothing between the store of a layer's SWA K and its attention reads the SWA cache (the
+  low-ratio sources read compressed KV and index keys), so the store runs at the start of the attention break:
+  one break and one segment less per layer.
+- *Lean attention*: the break calls the attention backend directly, without the registered operator around it,
+  and slices nothing when the bucket is exactly full.
+- *0.5.22* stores K inside the segment and runs the sources once while it captures, on activations that no segment
+  has computed yet: the indexer would pick blocks from them and read pages past the context.
+
+Rows past the step's own are zeroed in the attention's output: what lies there else may be no number, and an expert
+router must not see that.
 """
 
 from __future__ import annotations
@@ -12,17 +21,98 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dsv4_graphs.engine.api import Engine
+from sglang_dsv4_graphs.settings import Settings
 
 Call = Callable[..., Any]
 
 
-class OldEngineBreaks:
+class RangeBreaks:
     """AROUND hooks that break inside a range capture and pass everything else through."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine = engine
-        self._store: Call | None = None
-        self._sources: Call | None = None
+        self._merged = settings.merged_kv_store
+        self._lean = settings.lean_breaks
+        self._made: dict[str, Call] = {}
+        # Layer id -> the store that its attention break begins with; empty between layers.
+        self._stores: dict[int, tuple[Call, Any, Any, Any, Any]] = {}
+
+    def _break(self, name: str, run: Call, capture_stub: Call | None = None) -> Call:
+        """``run`` as a break of the engine's; made once."""
+        if name not in self._made:
+            self._made[name] = self._engine.eager_on_graph(run, capture_stub=capture_stub)
+        return self._made[name]
+
+    def around_attention(
+        self,
+        original: Call,
+        query: Any,
+        key_value: Any,
+        output: Any,
+        layer_id: int,
+        compress_ratio: int,
+        attn_sink: Any,
+        save_kv_cache: bool,
+    ) -> Any:
+        """AROUND the engine's attention break."""
+        args = (query, key_value, output, layer_id, compress_ratio, attn_sink, save_kv_cache)
+        store = self._stores.pop(layer_id, None) if self._engine.capturing_range else None
+        if not self._engine.capturing_range or (store is None and not self._lean):
+            return original(*args)
+        attend = self._attend if self._lean else original.__wrapped__  # type: ignore[attr-defined]
+        if store is None:
+            return self._break("attention", self._run_attention)(attend, *args)
+        return self._break("store-attention", self._run_store_and_attention)(store[0], attend, *store[1:], *args)
+
+    def _run_attention(self, attend: Call, *args: Any) -> None:
+        attend(*args)
+
+    def _run_store_and_attention(
+        self, store: Call, attend: Call, attention: Any, x: Any, positions: Any, qkv_a: Any, *args: Any
+    ) -> None:
+        self._store_live_rows(store, attention, x, positions, qkv_a)
+        attend(*args)
+
+    def _attend(
+        self,
+        query: Any,
+        key_value: Any,
+        output: Any,
+        layer_id: int,
+        compress_ratio: int,
+        attn_sink: Any,
+        save_kv_cache: bool,
+    ) -> None:
+        """The attention body on the step's real rows: output [bucket, heads, dim] is written, its padding zeroed."""
+        context = self._engine.get_break_context()
+        batch = context.forward_batch
+        rows = batch.global_num_token_non_padded_cpu
+        if rows == 0:
+            output.zero_()
+            return
+        full = rows == query.shape[0]
+        result = self._engine.get_attn_backend().forward(
+            q=query if full else query[:rows],
+            k=key_value,
+            v=key_value,
+            layer=context.attention_layers[layer_id],
+            forward_batch=batch,
+            compress_ratio=compress_ratio,
+            attn_sink=attn_sink,
+            save_kv_cache=save_kv_cache,
+        )
+        if full:
+            output.view(result.shape).copy_(result)
+        else:
+            output[:rows].view(result.shape).copy_(result)
+            output[rows:].zero_()
+
+    def around_tail_kv_store(self, original: Call, attention: Any, x: Any, positions: Any, qkv_a: Any) -> Any:
+        """AROUND 0.5.23's break of the K store."""
+        if not (self._engine.capturing_range and self._merged):
+            return original(attention, x, positions, qkv_a)
+        self._stores[attention.layer_id] = (type(attention)._compute_kv_to_cache, attention, x, positions, qkv_a)
+        return None
 
     def around_kv_store(
         self,
@@ -35,39 +125,40 @@ class OldEngineBreaks:
         qkv_a: Any = None,
         q_rope: Any = None,
     ) -> Any:
-        """AROUND ``MQALayer._compute_kv_to_cache``."""
+        """AROUND ``MQALayer._compute_kv_to_cache`` (0.5.22)."""
         if not self._engine.capturing_range:
-            return original(
-                attention, x, positions, forward_batch, attn_backend, qkv_a=qkv_a, q_rope=q_rope
-            )
-        if self._store is None:
-            self._store = self._engine.eager_on_graph(self._store_live_rows)
-        return self._store(original, attention, x, positions, qkv_a)
+            return original(attention, x, positions, forward_batch, attn_backend, qkv_a=qkv_a, q_rope=q_rope)
+        if self._merged:
+            self._stores[attention.layer_id] = (original, attention, x, positions, qkv_a)
+            return None
+        return self._break("store", self._store_live_rows)(original, attention, x, positions, qkv_a)
 
-    def _store_live_rows(self, original: Call, attention: Any, x: Any, positions: Any, qkv_a: Any) -> None:
+    def _store_live_rows(self, store: Call, attention: Any, x: Any, positions: Any, qkv_a: Any) -> None:
         engine = self._engine
         batch = engine.get_break_context().forward_batch
         rows = batch.global_num_token_non_padded_cpu
         if rows == 0:
             return
-        qkv_rows = None if qkv_a is None else qkv_a[:rows]
-        # The inner store must not break again: capturing_range stays set while a warm-up runs.
+        if rows != x.shape[0]:
+            x, positions = x[:rows], positions[:rows]
+            qkv_a = None if qkv_a is None else qkv_a[:rows]
+        # Calls inside a break are plain: the mark of a range capture stays set while a warm-up runs it.
         with engine.outside_range_capture():
-            original(attention, x[:rows], positions[:rows], batch, engine.get_attn_backend(), qkv_a=qkv_rows)
+            store(attention, x, positions, batch, engine.get_attn_backend(), qkv_a=qkv_a)
 
     def around_low_ratio_sources(
         self, original: Call, layer: Any, x: Any, q_lora: Any, positions: Any
     ) -> Any:
-        """AROUND the engine's own break of the sources: the same call, without its capture pass."""
+        """AROUND 0.5.22's break of the sources: the same call, without its capture pass."""
         if not self._engine.capturing_range:
             return original(layer, x, q_lora, positions)
-        if self._sources is None:
-            self._sources = self._engine.eager_on_graph(self._run_sources, capture_stub=_skip)
-        return self._sources(original, layer, x, q_lora, positions)
-
-    def _run_sources(self, original: Call, layer: Any, x: Any, q_lora: Any, positions: Any) -> None:
         # The engine's break around a break would be recorded twice: call what it wraps.
-        original.__wrapped__(layer, x, q_lora, positions)  # type: ignore[attr-defined]
+        inner = original.__wrapped__  # type: ignore[attr-defined]
+        return self._break("sources", _call, capture_stub=_skip)(inner, layer, x, q_lora, positions)
+
+
+def _call(inner: Call, *args: Any) -> None:
+    inner(*args)
 
 
 def _skip(*args: Any) -> None:

@@ -20,7 +20,7 @@ from sglang_dsv4_graphs.bank.probes import KnownBuffers
 from sglang_dsv4_graphs.engine.api import Engine
 from sglang_dsv4_graphs.engine.facts import hooks_for, installed_version
 from sglang_dsv4_graphs.extend import ExtensionError, make_manager
-from sglang_dsv4_graphs.hooks.breaks import OldEngineBreaks
+from sglang_dsv4_graphs.hooks.breaks import RangeBreaks
 from sglang_dsv4_graphs.hooks.contracts import install_reason
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
 from sglang_dsv4_graphs.hooks.prefill_graph import PrefillGraphTail
@@ -85,12 +85,14 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     manager.register(decoder_replay, name=DECODER_REPLAY)
     manager.register(FullLayerBank(), name=FULL_LAYER)
     runtime = Runtime(engine, settings, manager, log)
-    breaks = OldEngineBreaks(engine)
+    breaks = RangeBreaks(engine, settings)
     prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)
     hooks = {
         "model_built": ("after", runtime.after_model_built),
         "layer_loop": ("around", runtime.around_layer_loop),
         "startup": ("before", runtime.before_startup),
+        "attention": ("around", breaks.around_attention),
+        "tail_kv_store": ("around", breaks.around_tail_kv_store),
         "kv_store": ("around", breaks.around_kv_store),
         "low_ratio_sources": ("around", breaks.around_low_ratio_sources),
         "tail_breaks_out": ("around", prefill_graph.around_breaks_out),

@@ -135,3 +135,27 @@ def test_without_bounded_replay_every_row_is_computed(make_runner: Callable[...,
     runner = make_runner(bounded_replay=False)
     assert runner.model.model.late_layer_start is None
     assert runner.extend([request(300)]).tail.shape[0] == 300
+
+
+def test_batches_with_count_tensors(runner: Any) -> None:
+    from sglang_dsv4_graphs.cpu_engine.runner import context_lends_counts
+
+    if not context_lends_counts():
+        pytest.skip("0.5.22 takes none on a CPU")
+    plain = runner.extend([request(60)])
+    runner.reset_pools()
+    runner.device_counts = True
+    try:
+        batch = runner.batch([request(60)])
+    finally:
+        runner.device_counts = False
+    assert int(batch.num_token_non_padded) == int(batch.global_num_token_non_padded) == 60
+    assert (runner.forward(batch).tail == plain.tail).all()
+    runner.reset_pools()
+    batch = runner.batch([request(60)])
+    # The experts mask what lies behind the count: too small a count must show.
+    import torch
+
+    batch.global_num_token_non_padded = torch.tensor(30, dtype=torch.int32)
+    batch.set_local_num_token_non_padded(sharded=False)
+    assert distance(runner.forward(batch).tail, plain.tail) > 1e-2
