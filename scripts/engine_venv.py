@@ -74,9 +74,7 @@ def clean_environment() -> dict[str, str]:
 
 def attempt(*command: object) -> subprocess.CompletedProcess[str]:
     """Run a command and keep what it prints."""
-    return subprocess.run(
-        [str(c) for c in command], env=clean_environment(), cwd=ROOT, text=True, capture_output=True
-    )
+    return subprocess.run([str(c) for c in command], env=clean_environment(), cwd=ROOT, text=True, capture_output=True)
 
 
 def step(what: str, *command: object) -> str:

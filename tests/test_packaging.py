@@ -39,9 +39,7 @@ def package_files(folder: Path) -> set[str]:
 
 def python(*arguments: object) -> str:
     """Run this interpreter; what it printed, or a failure that shows it."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd="/", text=True, capture_output=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd="/", text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

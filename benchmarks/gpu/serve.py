@@ -13,6 +13,7 @@ import os
 import random
 import statistics
 import time
+from pathlib import Path
 
 CONTROL = os.environ.get("DSV4_GRAPHS_CONTROL")
 
@@ -23,7 +24,7 @@ def order(word):
         f.write(word)
     os.replace(CONTROL + ".new", CONTROL)
     deadline = time.time() + 30
-    while open(CONTROL).read() != "done":
+    while Path(CONTROL).read_text() != "done":
         if time.time() > deadline:
             raise TimeoutError(word)
         time.sleep(0.002)
@@ -40,12 +41,22 @@ class Server:
     def __init__(self, model, extra):
         import sglang
 
-        kwargs = dict(
-            model_path=model, load_format="dummy", skip_tokenizer_init=True, tp_size=1, random_seed=1,
-            mem_fraction_static=0.6, max_running_requests=16, chunked_prefill_size=8192,
-            cuda_graph_backend_prefill="disabled", cuda_graph_backend_decode="disabled",
-            disable_flashinfer_autotune=True, sampling_backend="pytorch", watchdog_timeout=100000, log_level="info",
-        )
+        kwargs = {
+            "model_path": model,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "tp_size": 1,
+            "random_seed": 1,
+            "mem_fraction_static": 0.6,
+            "max_running_requests": 16,
+            "chunked_prefill_size": 8192,
+            "cuda_graph_backend_prefill": "disabled",
+            "cuda_graph_backend_decode": "disabled",
+            "disable_flashinfer_autotune": True,
+            "sampling_backend": "pytorch",
+            "watchdog_timeout": 100000,
+            "log_level": "info",
+        }
         kwargs.update(extra)
         start = time.perf_counter()
         self.engine = sglang.Engine(**kwargs)
@@ -55,7 +66,10 @@ class Server:
         """Milliseconds until every prompt has its ``new_tokens``, token lists, first token's top log-probabilities."""
         start = time.perf_counter()
         outs = self.engine.generate(
-            input_ids=prompts, return_logprob=True, logprob_start_len=-1, top_logprobs_num=5,
+            input_ids=prompts,
+            return_logprob=True,
+            logprob_start_len=-1,
+            top_logprobs_num=5,
             sampling_params={"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
         )
         ms = (time.perf_counter() - start) * 1e3
@@ -105,6 +119,11 @@ def measure(server, args, modes):
     return rows
 
 
+def equal(one, other):
+    """Tokens that two answers to the same prompts have in common, place by place."""
+    return sum(x == y for p, q in zip(one, other, strict=True) for x, y in zip(p, q, strict=True))
+
+
 def compare_tokens(server, new_tokens):
     """Decode after prefill: tokens with banks on, off, and off again (eager's own spread), same prompts."""
     rows = []
@@ -116,13 +135,15 @@ def compare_tokens(server, new_tokens):
             _, out, top = server.ask(prompts("t"), new_tokens)
             result[key] = out
             result[key + " top"] = top[0]
-        same = lambda a, b: sum(x == y for p, q in zip(result[a], result[b]) for x, y in zip(p, q))
         total = sum(len(o) for o in result["eager"])
         row = {
-            "case": name, "tokens": total,
-            "replayed equals eager": same("replayed", "eager"), "eager equals itself": same("eager", "eager again"),
-            "replayed equals itself": same("replayed", "replayed again"),
-            "eager top": result["eager top"], "replayed top": result["replayed top"],
+            "case": name,
+            "tokens": total,
+            "replayed equals eager": equal(result["replayed"], result["eager"]),
+            "eager equals itself": equal(result["eager"], result["eager again"]),
+            "replayed equals itself": equal(result["replayed"], result["replayed again"]),
+            "eager top": result["eager top"],
+            "replayed top": result["replayed top"],
         }
         rows.append(row)
         print("TOKENS", json.dumps(row), flush=True)
@@ -149,7 +170,7 @@ def main():
     report["rows"] = measure(server, args, ["on", "off"] if args.toggle else ["asis"])
     if args.toggle:
         order("counts")
-        report["counts"] = json.load(open(CONTROL + ".counts"))
+        report["counts"] = json.loads(Path(CONTROL + ".counts").read_text())
         order("on")
     if args.profile:
         order("profile")

@@ -20,7 +20,7 @@ import torch
 from sglang_dsv4_graphs.bank.backend import GraphBackend, Recording
 from sglang_dsv4_graphs.bank.buckets import bucket_for
 from sglang_dsv4_graphs.bank.counts import RowCounts
-from sglang_dsv4_graphs.bank.guard import AddressGuard, Addresses
+from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
 from sglang_dsv4_graphs.bank.statics import StaticRows
 
@@ -126,9 +126,7 @@ class Bank:
 
     def check(self, bucket: int, *, everything: bool = False) -> None:
         """Raise ``MovedBufferError`` if a buffer that ``bucket``'s graph reads has moved."""
-        self.guard.check(
-            self._captured[bucket].addresses, bank=self.name, bucket=bucket, everything=everything
-        )
+        self.guard.check(self._captured[bucket].addresses, bank=self.name, bucket=bucket, everything=everything)
 
     def drop(self, bucket: int) -> None:
         """Forget one bucket's graph; its steps run eagerly from now on."""
@@ -158,9 +156,7 @@ class Bank:
         with self.layers.capture_scope(batch):
             recording = self._backend.record(self._body(live, bucket, batch), warmups=1)
         self._query_pad = getattr(metadata, "q_pad_buffer", None)
-        stats = CaptureStats(
-            bucket, recording.segments, time.perf_counter() - start, max(0, free - self._free_bytes())
-        )
+        stats = CaptureStats(bucket, recording.segments, time.perf_counter() - start, max(0, free - self._free_bytes()))
         owned = (batch, dict(vars(batch)), metadata)
         self._captured[bucket] = _Captured(recording, self.guard.addresses(), stats, owned)
         self._buckets = tuple(sorted(self._captured))
@@ -190,9 +186,7 @@ class Bank:
             outputs = self._body(live, bucket, step)()
         return RangeOutputs.of(outputs, live.rows)
 
-    def _body(
-        self, live: RangeInputs, bucket: int, batch: Any
-    ) -> Callable[[], list[torch.Tensor | None]]:
+    def _body(self, live: RangeInputs, bucket: int, batch: Any) -> Callable[[], list[torch.Tensor | None]]:
         inputs = live.like(self._statics.inputs(bucket))
 
         def body() -> list[torch.Tensor | None]:

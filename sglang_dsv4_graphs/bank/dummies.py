@@ -48,15 +48,12 @@ class Dummies:
         """
         lengths = dummy_lengths(rows, min(request_length or self._context, self._context))
         if len(lengths) > self._slots:
-            raise ValueError(
-                f"{rows} dummy rows need {len(lengths)} requests, the server has {self._slots} slots"
-            )
-        batch = self._engine.extend_batch(
+            raise ValueError(f"{rows} dummy rows need {len(lengths)} requests, the server has {self._slots} slots")
+        return self._engine.extend_batch(
             runner=self._runner,
             lengths=lengths,
             input_ids=self._input_ids(rows),
         )
-        return batch
 
     def _input_ids(self, rows: int) -> torch.Tensor:
         ids = torch.arange(rows, dtype=torch.int64, device=self._runner.device)

@@ -59,9 +59,7 @@ class Addresses(NamedTuple):
 class AddressGuard:
     """Records and compares addresses. ``weights`` are checked in rotation, everything else before every replay."""
 
-    def __init__(
-        self, buffers: Iterable[GuardedBuffer], weights: Sequence[tuple[str, torch.Tensor]] = ()
-    ) -> None:
+    def __init__(self, buffers: Iterable[GuardedBuffer], weights: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         self._buffers = tuple(buffers)
         self._cheap = tuple((i, b) for i, b in enumerate(self._buffers) if b.cheap)
         self._weights = tuple(weights)

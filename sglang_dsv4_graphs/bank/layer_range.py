@@ -75,9 +75,7 @@ class LayerRange:
         self._layers = list(model.layers)
         self._graph_layers: Any = None
 
-    def body(
-        self, inputs: RangeInputs, batch: Any, captured_layers: Sequence[int] = ()
-    ) -> list[torch.Tensor | None]:
+    def body(self, inputs: RangeInputs, batch: Any, captured_layers: Sequence[int] = ()) -> list[torch.Tensor | None]:
         """Run the range; returns residual, pre-mix and, with ``captured_layers``, their packed hidden states.
 
         Must run inside ``capture_scope``.

@@ -61,9 +61,7 @@ class RangeBank:
 
         return Takeover(bank.layers.first, bank.layers.last, run, self._overrides[step.served])
 
-    def replay(
-        self, served: ServedModel, bank: Bank, bucket: int, live: RangeInputs, batch: Any
-    ) -> RangeOutputs:
+    def replay(self, served: ServedModel, bank: Bank, bucket: int, live: RangeInputs, batch: Any) -> RangeOutputs:
         """Replay and count; compared with an eager run while shadow mode lasts."""
         outputs = bank.replay(bucket, live, batch)
         shadow = self._shadows[served]

@@ -114,7 +114,7 @@ class ServedModel:
         if reason is not None:
             self.count_fallback("all", reason, step.facts.rows)
             return []
-        return self._manager.hook.dsv4_graphs_step(step=step)  # type: ignore[no-any-return]
+        return self._manager.hook.dsv4_graphs_step(step=step)
 
     def _facts(self, batch: Any, input_ids: Any, input_ids_global: Any) -> StepFacts:
         bound = batch.moe_num_token_non_padded()

@@ -32,9 +32,7 @@ class Shadow:
             return False
         return all(n % 2 == 0 for n in batch.extend_prefix_lens_cpu or ())
 
-    def compare(
-        self, bank: Bank, bucket: int, live: RangeInputs, batch: Any, replayed: RangeOutputs
-    ) -> RangeOutputs:
+    def compare(self, bank: Bank, bucket: int, live: RangeInputs, batch: Any, replayed: RangeOutputs) -> RangeOutputs:
         """Run eagerly, log a difference, and return the eager outputs: the step uses what is known right."""
         self._left -= 1
         self.compared += 1

@@ -73,9 +73,7 @@ class Startup:
         self.banks.append(bank)
         return bank
 
-    def _new_bank(
-        self, name: str, first: int, last: int, buckets: tuple[int, ...], backend: GraphBackend
-    ) -> Bank:
+    def _new_bank(self, name: str, first: int, last: int, buckets: tuple[int, ...], backend: GraphBackend) -> Bank:
         served = self.served
         if served.plain_loop is None:
             raise CaptureError("the model's layer loop was never called: grow() comes before captures")
@@ -242,9 +240,7 @@ class Startup:
     def summary(self, free_before: int) -> None:
         """One line for everything that was captured."""
         seconds = time.perf_counter() - self._began
-        values = total_values(
-            self.banks, free_before=free_before, free=self._device.free_bytes(), seconds=seconds
-        )
+        values = total_values(self.banks, free_before=free_before, free=self._device.free_bytes(), seconds=seconds)
         self._log.info("captured", **values)
 
     def _quiet(self) -> bool | None:

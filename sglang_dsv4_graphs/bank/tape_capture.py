@@ -71,9 +71,7 @@ class Capture:
             self._close()
         if self._failure is not None:  # raised already, and swallowed by the body
             raise self._failure
-        if not isinstance(outputs, (list, tuple)) or not all(
-            t is None or isinstance(t, torch.Tensor) for t in outputs
-        ):
+        if not isinstance(outputs, (list, tuple)) or not all(t is None or isinstance(t, torch.Tensor) for t in outputs):
             raise CaptureError(f"a body must return a list of tensors and None, not {type(outputs).__name__}")
         return list(outputs)
 

@@ -49,9 +49,7 @@ _UPLOADS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor", to
 
 _UNINITIALISED = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"}
 _UNINITIALISED |= {"aten::new_empty", "aten::new_empty_strided"}
-_SHAPE_ONLY = {
-    f"aten::{n}" for n in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-}
+_SHAPE_ONLY = {f"aten::{n}" for n in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")}
 # On a GPU these wait for the stream; no tag says so.
 _WAITS = {"c10d::barrier", "aten::_linalg_check_errors"}
 _OVERWRITES_SELF = {"aten::copy_", "aten::fill_", "aten::zero_"}

@@ -63,9 +63,7 @@ class RangeEntry(_StandIn):
         self._run = run
         self._hand_over = hand_over
 
-    def __call__(
-        self, *, positions: Any, hidden_states: Any, input_ids: Any, forward_batch: Any, **_: Any
-    ) -> Any:
+    def __call__(self, *, positions: Any, hidden_states: Any, input_ids: Any, forward_batch: Any, **_: Any) -> Any:
         state = self._run(hidden_states, positions, input_ids, forward_batch)
         return self._hand_over(state, forward_batch)
 

@@ -84,9 +84,7 @@ class CpuAttentionBackend:
             raise NotImplementedError(f"only extends run here, not {forward_batch.forward_mode}")
         self.forward_metadata = self._build(forward_batch, forward_batch.extend_seq_lens_cpu)
         self.tail_forward_metadata = (
-            self._build_late_layer_tail_metadata(forward_batch)
-            if self.enable_decoder_swa_bounded_replay
-            else None
+            self._build_late_layer_tail_metadata(forward_batch) if self.enable_decoder_swa_bounded_replay else None
         )
 
     def _build(self, batch: Any, extend_lens: list[int], **tail: Any) -> StepMetadata:
@@ -224,7 +222,5 @@ class CpuAttentionBackend:
             compressed = pool.rows(pool.compressed[pool.source_of(layer.layer_id)], chosen)
             keys, present = torch.cat([keys, compressed], dim=1), torch.cat([present, chosen >= 0], dim=1)
         out = q.new_zeros(q.shape)
-        out[:rows] = attend(q[:rows].float(), keys.float(), present, attn_sink.float(), layer.scaling).to(
-            q.dtype
-        )
+        out[:rows] = attend(q[:rows].float(), keys.float(), present, attn_sink.float(), layer.scaling).to(q.dtype)
         return out

@@ -60,9 +60,7 @@ def fused_q_norm_rope(
     q_output[..., -rope_dim:].copy_(rotate(q[..., -rope_dim:], freqs_cis, positions))
 
 
-def fused_norm_rope_inplace(
-    kv: Tensor, weight: Tensor, eps: float, freq_cis: Tensor, positions: Tensor
-) -> None:
+def fused_norm_rope_inplace(kv: Tensor, weight: Tensor, eps: float, freq_cis: Tensor, positions: Tensor) -> None:
     """``norm_rope`` where the rows lie."""
     kv.copy_(norm_rope(kv, weight, eps, freq_cis, positions))
 

@@ -42,9 +42,7 @@ class CpuKVPool:
         self.index_keys = {s: torch.zeros(rows, index_head_dim) for s in shape.kv_sources}
         # Of each request, the first half of a ratio-2 pair whose second token has not come yet.
         self.pending = {
-            s: torch.zeros(requests + 1, 2, shape.head_dim)
-            for s in shape.kv_sources
-            if shape.compress_ratios[s] == 2
+            s: torch.zeros(requests + 1, 2, shape.head_dim) for s in shape.kv_sources if shape.compress_ratios[s] == 2
         }
 
     def source_of(self, layer_id: int) -> int:
@@ -80,8 +78,7 @@ class CpuKVPool:
         """
         if not kv.shape[0] == swa_loc.shape[0] == positions.shape[0]:
             raise ValueError(
-                f"layer {layer_id}: {kv.shape[0]} KV rows, {swa_loc.shape[0]} slots, "
-                f"{positions.shape[0]} positions"
+                f"layer {layer_id}: {kv.shape[0]} KV rows, {swa_loc.shape[0]} slots, {positions.shape[0]} positions"
             )
         if q is not None:
             raise NotImplementedError("the query is rotated by the store on ROCm only")

@@ -55,9 +55,7 @@ def init_process(model_dir: Path, world: World, **server_args: Any) -> Any:
     publish(args, role="test", ranks=SpawnRanks(world_rank=world.rank))
     if distributed.is_initialized():
         if distributed.get_world_size() != world.size:
-            raise ValueError(
-                f"this process is in a world of {distributed.get_world_size()}, not {world.size}"
-            )
+            raise ValueError(f"this process is in a world of {distributed.get_world_size()}, not {world.size}")
         return args
     init_distributed_environment(
         world_size=world.size,

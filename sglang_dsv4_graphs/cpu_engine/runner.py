@@ -202,9 +202,7 @@ class CpuRunner:
         # In an order that nobody could guess from the row number.
         shuffle = random.Random(11)
         self._free_kv = shuffle.sample(range(1, self.max_total_num_tokens + 1), self.max_total_num_tokens)
-        self._free_requests = shuffle.sample(
-            range(1, self.max_running_requests + 1), self.max_running_requests
-        )
+        self._free_requests = shuffle.sample(range(1, self.max_running_requests + 1), self.max_running_requests)
         self.attn_backend.forward_metadata = self.attn_backend.tail_forward_metadata = None
 
     def state(self) -> dict[str, Any]:

@@ -39,9 +39,7 @@ def compress(layer: Any, x: Tensor, meta: StepMetadata, pool: CpuKVPool) -> None
     _write(layer, kv, slots, pos, pool)
 
 
-def _partners(
-    layer_id: int, kv: Tensor, score: Tensor, meta: StepMetadata, pool: CpuKVPool
-) -> tuple[Tensor, Tensor]:
+def _partners(layer_id: int, kv: Tensor, score: Tensor, meta: StepMetadata, pool: CpuKVPool) -> tuple[Tensor, Tensor]:
     """The previous token's projections for each row: of this step, or pending since an earlier one."""
     rows = kv.shape[0]
     pending = pool.pending[layer_id]

@@ -51,9 +51,7 @@ class Referee:
         self.banks = startup.banks
 
     @hookimpl(wrapper=True)
-    def dsv4_graphs_step(
-        self, step: Step
-    ) -> Generator[None, list[Takeover | None], list[Takeover | None]]:
+    def dsv4_graphs_step(self, step: Step) -> Generator[None, list[Takeover | None], list[Takeover | None]]:
         takeovers = yield
         return [self._watched(t, step) for t in takeovers]
 

@@ -82,9 +82,7 @@ def build() -> tuple[Installation, CpuRunner]:
     from sglang_dsv4_graphs.cpu_engine import build_runner
 
     # In bfloat16 a rounding step can send a row to another expert, and on/off could not be compared.
-    runner = build_runner(
-        bounded_replay=True, hooks_first=load_plugin, dtype=torch.float32, chunked_prefill_size=CHUNK
-    )
+    runner = build_runner(bounded_replay=True, hooks_first=load_plugin, dtype=torch.float32, chunked_prefill_size=CHUNK)
     installation = plugin.installation()
     if installation is None:
         raise DemoError("the engine loaded its plugins and ours installed nothing; its log line above says why")

@@ -54,9 +54,7 @@ def table(reports: Sequence[StepReport], banks: Sequence[str]) -> str:
     left = {"what", "requests", *banks, "why eager"}
 
     def text(line: list[str]) -> str:
-        padded = [
-            c.ljust(w) if t in left else c.rjust(w) for t, c, w in zip(titles, line, widths, strict=True)
-        ]
+        padded = [c.ljust(w) if t in left else c.rjust(w) for t, c, w in zip(titles, line, widths, strict=True)]
         return "  ".join(padded).rstrip()
 
     rule = "  ".join("-" * w for w in widths)

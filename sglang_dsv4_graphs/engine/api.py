@@ -39,8 +39,8 @@ class Engine:
         if not self.has_forward_context():
             return nullcontext()
         if self.release == "0.5.22":
-            return self.forward_context(self.get_forward_context())  # type: ignore[no-any-return]
-        return self.forward_context(self.get_forward_context(), forward_batch=batch)  # type: ignore[no-any-return]
+            return self.forward_context(self.get_forward_context())
+        return self.forward_context(self.get_forward_context(), forward_batch=batch)
 
     def new_packer(self, captures: int) -> Any:
         """What the loop collects captured layers' hidden states into: a packer (0.5.23) or a list."""
@@ -52,7 +52,7 @@ class Engine:
             import torch
 
             return torch.cat(packer, dim=-1)
-        return packer.finalize()  # type: ignore[no-any-return]
+        return packer.finalize()
 
     def collect_aux(self, packer: Any, aux: torch.Tensor, captures: int, tail: Any) -> None:
         """Hand a range's packed hidden states to the step's packer, on the tail's rows if there is one."""
@@ -102,8 +102,8 @@ class Engine:
         """A forward context of our own, for a step that the engine did not start."""
         context = self.ForwardContext(attn_backend=backend)
         if self.release == "0.5.22":
-            return self.forward_context(context)  # type: ignore[no-any-return]
-        return self.forward_context(context, forward_batch=batch)  # type: ignore[no-any-return]
+            return self.forward_context(context)
+        return self.forward_context(context, forward_batch=batch)
 
     def prepare_metadata(self, backend: Any, runner: Any, batch: Any) -> None:
         """Attention metadata and layout state for a dummy step, as the engine's own dummy runs set them."""

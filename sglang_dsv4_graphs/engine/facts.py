@@ -140,22 +140,16 @@ CALLS = (
         _BREAKABLE + "breakable_cuda_graph.BreakableCUDAGraphCapture",
         "cuda_graph, pool=, stream=, capture_error_mode=, barrier_fn=",
     ),
-    Contract(
-        "eager_on_graph", _BREAKABLE + "breakable_cuda_graph.eager_on_graph", "fn=, capture_stub=, *, enable="
-    ),
+    Contract("eager_on_graph", _BREAKABLE + "breakable_cuda_graph.eager_on_graph", "fn=, capture_stub=, *, enable="),
     Contract("current_capture_var", _BREAKABLE + "breakable_cuda_graph._current_capture_var"),
     Contract("graph_capture", _SRT + "distributed.parallel_state.graph_capture", "stream="),
-    Contract(
-        "set_graph_pool_id", _SRT + "distributed.device_communicators.pynccl_allocator.set_graph_pool_id"
-    ),
+    Contract("set_graph_pool_id", _SRT + "distributed.device_communicators.pynccl_allocator.set_graph_pool_id"),
     Contract(
         "global_graph_pool",
         _RUNNER + "runner_utils.pool.get_or_create_global_graph_memory_pool",
         "device_module",
     ),
-    Contract(
-        "global_capture_stream", _RUNNER + "runner_utils.pool.get_or_create_global_graph_capture_stream", ""
-    ),
+    Contract("global_capture_stream", _RUNNER + "runner_utils.pool.get_or_create_global_graph_capture_stream", ""),
     Contract("pool_capture_scope", _RUNNER + "runner_utils.pool.graph_pool_capture_scope"),
     Contract("pool_replay_scope", _RUNNER + "runner_utils.pool.graph_pool_replay_scope"),
     Contract(
@@ -177,9 +171,7 @@ CALLS = (
         _RUNNER + "forward_batch_info.compute_local_num_token_non_padded_cpu",
         "global_num_token_non_padded, num_tokens_per_dp, *, sharded",
     ),
-    Contract(
-        "expert_recorder", _SRT + "eplb.expert_distribution.get_global_expert_distribution_recorder", ""
-    ),
+    Contract("expert_recorder", _SRT + "eplb.expert_distribution.get_global_expert_distribution_recorder", ""),
     Contract("get_parallel", _SRT + "runtime_context.get_parallel", ""),
     Contract("get_schedule", _SRT + "runtime_context.get_schedule", ""),
     Contract("get_exec", _SRT + "runtime_context.get_exec", ""),
@@ -196,18 +188,14 @@ CALLS = (
     Contract("set_dp_buffer_len", _SRT + "layers.dp_attention.set_dp_buffer_len"),
     Contract("set_is_extend_in_batch", _SRT + "layers.dp_attention.set_is_extend_in_batch"),
     Contract("envs", _SRT + "environ.envs"),
-    Contract(
-        "residual_start", _SRT + "layers.layer_boundary.residual.batch.start", "forward_batch", _V23
-    ),
+    Contract("residual_start", _SRT + "layers.layer_boundary.residual.batch.start", "forward_batch", _V23),
     Contract(
         "residual_write",
         _SRT + "layers.layer_boundary.residual.batch.set_written",
         "hidden_states, forward_batch",
         _V23,
     ),
-    Contract(
-        "residual_clear", _SRT + "layers.layer_boundary.residual.batch.clear", "forward_batch", _V23
-    ),
+    Contract("residual_clear", _SRT + "layers.layer_boundary.residual.batch.clear", "forward_batch", _V23),
     Contract(
         "tail_run_eagerly",
         _TAIL + "DecoderReplayTail._run_layers_eagerly",

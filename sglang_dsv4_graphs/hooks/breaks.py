@@ -146,9 +146,7 @@ class RangeBreaks:
         with engine.outside_range_capture():
             store(attention, x, positions, batch, engine.get_attn_backend(), qkv_a=qkv_a)
 
-    def around_low_ratio_sources(
-        self, original: Call, layer: Any, x: Any, q_lora: Any, positions: Any
-    ) -> Any:
+    def around_low_ratio_sources(self, original: Call, layer: Any, x: Any, q_lora: Any, positions: Any) -> Any:
         """AROUND 0.5.22's break of the sources: the same call, without its capture pass."""
         if not self._engine.capturing_range:
             return original(layer, x, q_lora, positions)

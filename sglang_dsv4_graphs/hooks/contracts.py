@@ -48,9 +48,7 @@ def check_contract(contract: Contract, lookup: Callable[[str], Any] = resolve) -
     return None if signature == contract.signature else Mismatch(contract.target, expected, f"({signature})")
 
 
-def check_contracts(
-    contracts: Iterable[Contract], lookup: Callable[[str], Any] = resolve
-) -> list[Mismatch]:
+def check_contracts(contracts: Iterable[Contract], lookup: Callable[[str], Any] = resolve) -> list[Mismatch]:
     """Every contract that does not hold."""
     return [m for c in contracts if (m := check_contract(c, lookup)) is not None]
 

@@ -8,7 +8,9 @@ server is stopped with ``SystemExit``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pluggy
 
@@ -87,7 +89,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     runtime = Runtime(engine, settings, manager, log)
     breaks = RangeBreaks(engine, settings)
     prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)
-    hooks = {
+    hooks: dict[str, tuple[str, Callable[..., Any]]] = {
         "model_built": ("after", runtime.after_model_built),
         "layer_loop": ("around", runtime.around_layer_loop),
         "startup": ("before", runtime.before_startup),

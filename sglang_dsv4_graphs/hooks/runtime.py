@@ -24,9 +24,7 @@ from sglang_dsv4_graphs.settings import Settings
 class Runtime:
     """The plugin in one process."""
 
-    def __init__(
-        self, engine: Engine, settings: Settings, manager: pluggy.PluginManager, log: RankLog
-    ) -> None:
+    def __init__(self, engine: Engine, settings: Settings, manager: pluggy.PluginManager, log: RankLog) -> None:
         self.engine = engine
         self.settings = settings
         self.manager = manager

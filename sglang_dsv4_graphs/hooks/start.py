@@ -90,13 +90,11 @@ def make_startup(
     )
 
 
-def make_backend(
-    engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager
-) -> GraphBackend:
+def make_backend(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> GraphBackend:
     """The supplied backend for this device, or CUDA graphs in the engine's global pool (or a private one)."""
     supplied = manager.hook.dsv4_graphs_backend(device=str(runner.device))
     if supplied is not None:
-        return supplied  # type: ignore[no-any-return]
+        return supplied
     if served.settings.global_pool:
         pool, stream = engine.global_graph_pool(torch.cuda), engine.global_capture_stream()
     else:

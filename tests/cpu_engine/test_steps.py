@@ -40,9 +40,7 @@ def test_long_prompt_carries_signal_and_is_quick(make_runner: Callable[..., Any]
 
 @pytest.mark.parametrize("bounded_replay", [False, True])
 @pytest.mark.parametrize("chunks", [(200, 200), (101, 70, 229), (1, 1, 128, 270)])
-def test_chunks_equal_one_step(
-    make_runner: Callable[..., Any], bounded_replay: bool, chunks: tuple[int, ...]
-) -> None:
+def test_chunks_equal_one_step(make_runner: Callable[..., Any], bounded_replay: bool, chunks: tuple[int, ...]) -> None:
     runner = make_runner(bounded_replay)
     whole = runner.extend([request(sum(chunks))])
     runner.reset_pools()

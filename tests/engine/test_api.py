@@ -11,8 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_dsv4_graphs.engine import Engine  # noqa: E402
-from sglang_dsv4_graphs.engine import facts  # noqa: E402
+from sglang_dsv4_graphs.engine import (
+    Engine,
+    facts,
+)
 
 pytestmark = pytest.mark.engine
 

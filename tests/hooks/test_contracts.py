@@ -28,7 +28,9 @@ def lookup(target: str) -> Any:
     return THINGS[target]
 
 
-@pytest.mark.parametrize(("target", "signature"), [("engine.step", SIGNATURE), ("engine.step", None), ("engine.LIMIT", None)])
+@pytest.mark.parametrize(
+    ("target", "signature"), [("engine.step", SIGNATURE), ("engine.step", None), ("engine.LIMIT", None)]
+)
 def test_a_contract_that_holds(target: str, signature: str | None) -> None:
     assert check_contract(Contract("x", target, signature), lookup) is None
 

@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from sglang_dsv4_graphs.engine import facts  # noqa: E402
-from sglang_dsv4_graphs.extend import ENTRY_POINT_GROUP, hookimpl  # noqa: E402
-from sglang_dsv4_graphs.hooks.install import Installation, StrictError, install, stand_down  # noqa: E402
-from sglang_dsv4_graphs.hooks.ledger import hook_in_chain, owner_of, raw_attribute  # noqa: E402
-from sglang_dsv4_graphs.settings import Settings  # noqa: E402
-from tests.distributions import install_distribution  # noqa: E402
+from sglang_dsv4_graphs.engine import facts
+from sglang_dsv4_graphs.extend import ENTRY_POINT_GROUP, hookimpl
+from sglang_dsv4_graphs.hooks.install import Installation, StrictError, install, stand_down
+from sglang_dsv4_graphs.hooks.ledger import hook_in_chain, owner_of, raw_attribute
+from sglang_dsv4_graphs.settings import Settings
+from tests.distributions import install_distribution
 
 pytestmark = pytest.mark.engine
 

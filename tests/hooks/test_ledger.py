@@ -201,9 +201,7 @@ def test_while_the_engine_is_applying_another_plugins_hook(target: Target) -> No
     package.__getattr__ = importing  # type: ignore[method-assign]
     sys.modules["ledger_package"] = package
     try:
-        target.registry.register(
-            "ledger_package.Model.forward", saying("theirs"), target.engine.HookType("around")
-        )
+        target.registry.register("ledger_package.Model.forward", saying("theirs"), target.engine.HookType("around"))
         target.registry.apply_hooks()
     finally:
         del sys.modules["ledger_package"]

@@ -158,9 +158,7 @@ def test_a_fault_names_its_segment(breaks: SimpleNamespace, operation: str) -> N
     assert (fault.value.part, fault.value.index) == ("segment", 1)
     cause = fault.value.__cause__
     assert "in fails_later" in cause.__notes__[0]
-    assert isinstance(cause, IndexError) or "torch.float32[3] when recorded, torch.float32[6] now" in str(
-        cause
-    )
+    assert isinstance(cause, IndexError) or "torch.float32[3] when recorded, torch.float32[6] now" in str(cause)
 
 
 def test_a_break_is_named_by_its_caller_even_in_one_file(backend: TapeBackend, capture_var: Any) -> None:
@@ -182,9 +180,7 @@ def test_a_break_is_named_by_its_caller_even_in_one_file(backend: TapeBackend, c
 
 
 @pytest.mark.parametrize("steps", [["end", "begin"], ["begin"], ["end", "end"]])
-def test_a_wrapper_that_leaves_no_break_is_refused(
-    backend: TapeBackend, capture_var: Any, steps: list[str]
-) -> None:
+def test_a_wrapper_that_leaves_no_break_is_refused(backend: TapeBackend, capture_var: Any, steps: list[str]) -> None:
     def body() -> list[Tensor]:
         capture = capture_var.get()
         for step in steps:

@@ -67,8 +67,13 @@ def watch(path):
         elif order == "counts":
             served = control["served"]
             with open(path + ".counts", "w") as f:
-                json.dump({"replays": [[*k, v] for k, v in served.replays.items()],
-                           "fallbacks": [[*k, v] for k, v in served.fallbacks.items()]}, f)
+                json.dump(
+                    {
+                        "replays": [[*k, v] for k, v in served.replays.items()],
+                        "fallbacks": [[*k, v] for k, v in served.fallbacks.items()],
+                    },
+                    f,
+                )
         else:
             continue
         with open(path, "w") as f:
@@ -103,7 +108,7 @@ class Checks:
         pick = random.Random(seed)
         parts = min(rows, pick.choice((1, 1, 2, 3, 4)))
         cuts = sorted(pick.sample(range(1, rows), parts - 1)) if parts > 1 else []
-        lengths = [b - a for a, b in zip([0, *cuts], [*cuts, rows])]
+        lengths = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
         device = self.runner.device
         ids = torch.tensor([pick.randrange(3, 100000) for _ in range(rows)], device=device)
         batch = self.startup.served.engine.extend_batch(runner=self.runner, lengths=lengths, input_ids=ids)
@@ -180,8 +185,9 @@ class Checks:
                 count += 1
             else:
                 first[r] = result
-            garbage = [torch.full((self.random.randrange(1, 64) << 20,), 7, dtype=torch.uint8, device="cuda")
-                       for _ in range(4)]
+            garbage = [
+                torch.full((self.random.randrange(1, 64) << 20,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)
+            ]
             del garbage
             torch.cuda.empty_cache()
         result = {"replays": CHURN, "compared": count, "largest_difference": worst}
