@@ -79,7 +79,7 @@ class Server:
 
 def cases(names):
     """(name, prompts for repetition r, prompts sent before each repetition)."""
-    for n in (64, 128, 256, 1000, 2048, 4096, 8192):
+    for n in (64, 128, 256, 1000, 2048, 4096, 8192) if "short" not in names else (128, 1000):
         if "cold" in names:
             yield f"cold {n}", lambda r, n=n: [tokens(n, (n, r))], None
     prefix = tokens(16384, 5)
@@ -124,10 +124,10 @@ def equal(one, other):
     return sum(x == y for p, q in zip(one, other, strict=True) for x, y in zip(p, q, strict=True))
 
 
-def compare_tokens(server, new_tokens):
+def compare_tokens(server, new_tokens, compared):
     """Decode after prefill: tokens with banks on, off, and off again (eager's own spread), same prompts."""
     rows = []
-    for name, prompts, _ in cases(["cold", "batches"]):
+    for name, prompts, _ in cases(compared):
         result = {}
         for m, key in (("off", "eager"), ("on", "replayed"), ("off", "eager again"), ("on", "replayed again")):
             order(m)
@@ -158,6 +158,7 @@ def main():
     ap.add_argument("--same", action="store_true", help="repeat the same prompts (needs the radix cache off)")
     ap.add_argument("--toggle", action="store_true")
     ap.add_argument("--decode", type=int, default=0, help="also compare this many tokens")
+    ap.add_argument("--compare", default="cold,batches", help="cases whose tokens --decode compares")
     ap.add_argument("--profile", help="host profile of 128-token steps, to this file")
     ap.add_argument("--engine-args", default="{}")
     ap.add_argument("--json")
@@ -179,7 +180,7 @@ def main():
         order("dump " + args.profile)
         server.ask([tokens(128, "last")])
     if args.decode:
-        report["decode"] = compare_tokens(server, args.decode)
+        report["decode"] = compare_tokens(server, args.decode, args.compare.split(","))
     if args.json:
         with open(args.json, "w") as f:
             json.dump(report, f)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -24,6 +26,17 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Run on ``stream``, after everything before and before everything after; None is the current one."""
+        return self._ordered(stream) if self.is_cuda and stream is not None else nullcontext()
+
+    @contextmanager
+    def _ordered(self, stream: Any) -> Iterator[None]:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.synchronize()
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Wall time of ``call`` with everything it launched, from an idle device."""

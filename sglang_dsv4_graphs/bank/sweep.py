@@ -59,7 +59,8 @@ class Startup:
         self._device = device
         self._strict = strict
         self._log: RankLog = served.log
-        self._began = time.perf_counter()
+        self._grow_seconds = 0.0
+        self._began, self._free_before = 0.0, 0
 
     @property
     def largest_step(self) -> int:
@@ -98,9 +99,11 @@ class Startup:
 
     def grow(self) -> None:
         """One eager forward of the largest step, nobody capturing: every workspace reaches its final size."""
+        start = time.perf_counter()
         rows = min(self.largest_step, self.dummies.most_rows)
         with self.served.forced(lambda step: [Takeover.of_nothing(decoder_replay_tail=None)]):
             self.dummies.run(self.dummies.batch(rows))
+        self._grow_seconds = time.perf_counter() - start
 
     def capture_all(self, bank: Bank, batch_of: BatchOf, *, trim: bool = False) -> None:
         """Capture every planned bucket, largest first, each from the dummy step ``batch_of(rows)``.
@@ -232,15 +235,29 @@ class Startup:
         with self.served.forced(lambda step: []):
             self.dummies.run(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))
 
-    def rehearse(self) -> None:
-        """One small step through the served path, head and logits too: nothing of it is left for a request."""
-        self.dummies.run_whole(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))
+    def open(self) -> None:
+        """The engine has captured its own graphs: from here on time and memory are ours."""
+        self.guard_now()
+        self._began, self._free_before = time.perf_counter(), self._device.free_bytes()
+
+    def release(self) -> None:
+        """Hand back what the captures left over."""
+        self._device.release()
+
+    def rehearse(self, stream: Any) -> None:
+        """One small step through the served path on the stream that serves, head and logits too.
+
+        The allocator keeps blocks per stream: without this the first request pays for them.
+        """
+        with self._device.on(stream):
+            self.dummies.run_whole(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))
         self.served.replays.clear()
 
-    def summary(self, free_before: int) -> None:
-        """One line for everything that was captured."""
-        seconds = time.perf_counter() - self._began
-        values = total_values(self.banks, free_before=free_before, free=self._device.free_bytes(), seconds=seconds)
+    def summary(self) -> None:
+        """One line for everything that was captured; seconds count growing too."""
+        seconds = self._grow_seconds + time.perf_counter() - self._began
+        free = self._device.free_bytes()
+        values = total_values(self.banks, free_before=self._free_before, free=free, seconds=seconds)
         self._log.info("captured", **values)
 
     def _quiet(self) -> bool | None:

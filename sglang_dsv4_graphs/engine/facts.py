@@ -72,6 +72,11 @@ HOOKS = (
     Contract("model_built", _MODEL + "DeepseekV4Model.__init__", "self, config, quant_config=, prefix="),
     Contract("layer_loop", _MODEL + "DeepseekV4Model._forward_layers_hc_pre_from_prev", _LOOP),
     Contract(
+        "before_captures",
+        _RUNNER + "model_runner_components.cuda_graph_setup.capture_prefill_graph",
+        "*, model_runner, eager_runner, force_for_draft_worker=",
+    ),
+    Contract(
         "startup",
         _RUNNER + "model_runner_components.cuda_graph_setup.finalize_cuda_graph_capture",
         "model_runner",

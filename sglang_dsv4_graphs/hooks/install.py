@@ -92,6 +92,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     hooks: dict[str, tuple[str, Callable[..., Any]]] = {
         "model_built": ("after", runtime.after_model_built),
         "layer_loop": ("around", runtime.around_layer_loop),
+        "before_captures": ("before", runtime.before_captures),
         "startup": ("before", runtime.before_startup),
         "attention": ("around", breaks.around_attention),
         "tail_kv_store": ("around", breaks.around_tail_kv_store),

@@ -8,6 +8,7 @@ strict mode lets one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +16,9 @@ import pluggy
 
 from sglang_dsv4_graphs.bank.decide import server_reason
 from sglang_dsv4_graphs.bank.served import ServedModel
+from sglang_dsv4_graphs.bank.sweep import Startup
 from sglang_dsv4_graphs.engine.api import Engine
-from sglang_dsv4_graphs.hooks.start import run_sweep, server_facts
+from sglang_dsv4_graphs.hooks.start import begin, finish, server_facts
 from sglang_dsv4_graphs.log import RankLog, logger
 from sglang_dsv4_graphs.settings import Settings
 
@@ -29,6 +31,7 @@ class Runtime:
         self.settings = settings
         self.manager = manager
         self.log = log
+        self._begun: WeakKeyDictionary[ServedModel, Startup] = WeakKeyDictionary()
         self._served: WeakKeyDictionary[Any, ServedModel] = WeakKeyDictionary()
 
     def served(self, model: Any) -> ServedModel | None:
@@ -51,28 +54,42 @@ class Runtime:
             return original(model, *args, **kwargs)
         return served.run_loop(original, *args, **kwargs)
 
+    def before_captures(self, *, model_runner: Any, **_: Any) -> None:
+        """BEFORE the engine captures prefill graphs: a workspace that grew later would strand what they captured."""
+        for served in self._pending(model_runner):
+            self._guarded(served, partial(self._begin, served, model_runner))
+
     def before_startup(self, model_runner: Any) -> None:
         """BEFORE the engine's finalisation of its own captures."""
-        if model_runner.is_draft_worker:
-            return
-        self.log.rank = self.engine.get_parallel().tp_rank
-        for module in model_runner.model.modules():
-            served = self._served.get(module)
-            if served is not None and not served.ready and served.stand_down is None:
-                self._start(served, model_runner)
+        for served in self._pending(model_runner):
+            if served not in self._begun:
+                self._guarded(served, partial(self._begin, served, model_runner))
+            if served in self._begun:
+                self._guarded(served, partial(finish, self._begun.pop(served), model_runner, self.manager))
 
-    def _start(self, served: ServedModel, runner: Any) -> None:
-        """Decide whether this server is ours, capture, and open the step path."""
+    def _pending(self, runner: Any) -> list[ServedModel]:
+        """Models of this runner whose startup is not decided yet; a draft's are never ours."""
+        if runner.is_draft_worker:
+            return []
+        self.log.rank = self.engine.get_parallel().tp_rank
+        found = (self._served.get(module) for module in runner.model.modules())
+        return [s for s in found if s is not None and not s.ready and s.stand_down is None]
+
+    def _begin(self, served: ServedModel, runner: Any) -> None:
+        """Decide whether this server is ours, and grow."""
+        facts = server_facts(self.engine, runner, served.model)
+        served.stand_down = server_reason(facts, capturable_devices=self._devices(runner))
+        if served.stand_down is None:
+            self._begun[served] = begin(self.engine, served, runner, self.manager)
+
+    def _guarded(self, served: ServedModel, part: Callable[[], None]) -> None:
+        """Run a part of the startup; the server serves eagerly if it fails, or refuses to start if strict."""
         try:
-            served.stand_down = server_reason(
-                server_facts(self.engine, runner, served.model), capturable_devices=self._devices(runner)
-            )
-            if served.stand_down is None:
-                run_sweep(self.engine, served, runner, self.manager)
+            part()
         except Exception as e:
             served.ready = False
             served.stand_down = f"startup failed: {type(e).__name__}: {e}"
-            logger.warning("startup sweep failed", exc_info=True)
+            logger.warning("startup failed", exc_info=True)
             if self.settings.strict:
                 raise
         if served.stand_down is not None:

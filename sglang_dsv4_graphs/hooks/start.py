@@ -49,26 +49,27 @@ def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
     )
 
 
-def run_sweep(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> None:
-    """Grow, capture every bank, open the step path, release, and say what it came to."""
+def begin(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> Startup:
+    """Say that we are in, and grow every workspace: before the engine's captures as before ours."""
     banks = [name for name in BANKS if manager.has_plugin(name)]
     served.log.info("installed", engine=engine.version, banks=",".join(banks))
-    device = Device(str(runner.device))
-    free_before = device.free_bytes()
-    startup = make_startup(engine, served, runner, manager, device)
+    startup = make_startup(engine, served, runner, manager)
     startup.grow()
-    startup.guard_now()
+    return startup
+
+
+def finish(startup: Startup, runner: Any, manager: pluggy.PluginManager) -> None:
+    """Capture every bank, give memory back, open the step path, and say what it came to."""
+    startup.open()
     manager.hook.dsv4_graphs_startup(startup=startup)
     startup.drive_engine_tail()
-    served.ready = True
-    startup.rehearse()
-    device.release()
-    startup.summary(free_before)
+    startup.release()
+    startup.served.ready = True
+    startup.rehearse(getattr(runner, "forward_stream", None))
+    startup.summary()
 
 
-def make_startup(
-    engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager, device: Device
-) -> Startup:
+def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> Startup:
     model = served.model
     parallel = engine.get_parallel()
     probe = Probe(runner, runner.attn_backend, model)
@@ -84,7 +85,7 @@ def make_startup(
         backend=make_backend(engine, served, runner, manager),
         make_guard=guard,
         ranks=Ranks(parallel.tp_rank, parallel.tp_size, group),
-        device=device,
+        device=Device(str(runner.device)),
         chunk_size=engine.get_schedule().chunked_prefill_size,
         strict=served.settings.strict,
     )

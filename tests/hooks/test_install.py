@@ -79,8 +79,13 @@ def test_every_hook_is_in_place(installed: Any) -> None:
 
 
 def test_what_is_registered(installed: Any) -> None:
-    names = [name for name, _ in installed().manager.list_name_plugin()]
-    assert names == ["known-buffers", "full-layer", "decoder-replay"]
+    names = {name for name, _ in installed().manager.list_name_plugin()}
+    assert {"known-buffers", "full-layer", "decoder-replay"} <= names
+
+
+def test_the_full_layer_bank_captures_first(installed: Any) -> None:
+    implementations = installed().manager.hook.dsv4_graphs_startup.get_hookimpls()
+    assert [i.plugin_name for i in reversed(implementations)] == ["full-layer", "decoder-replay"]
 
 
 def test_the_engine_logs_our_hooks_under_our_name(installed: Any, caplog: pytest.LogCaptureFixture) -> None:

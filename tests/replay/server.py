@@ -1,0 +1,145 @@
+"""The plugin in the engine on a CPU, as a server has it: installed, captured from the engine's startup, serving.
+
+A server costs a model and a sweep, so a file shares one where it can. Only one may be up at a time in a process: the
+hooks of two installations would run inside each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_dsv4_graphs.extend import hookimpl
+
+FULL_LAYER, DECODER_REPLAY = "full-layer", "decoder-replay"
+CHUNK = 320
+# Caps as a user sets them. Few small graphs, and a chunk that is larger than the largest bucket.
+SMALL = {"SGLANG_DSV4_FULL_LAYER_GRAPH_MAX_TOKENS": "256", "SGLANG_DSV4_DECODER_REPLAY_GRAPH_MAX_ROWS": "256"}
+FULL_LAYER_CAP, DECODER_REPLAY_CAP = SMALL
+
+
+class LogLines(logging.Handler):
+    """The plugin's log lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def having(self, *words: str) -> list[str]:
+        """Lines that have every one of ``words``."""
+        return [line for line in self.lines if all(word in line for word in words)]
+
+
+class BackendSupply:
+    """The extension that makes the CPU capturable."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    @hookimpl
+    def dsv4_graphs_backend(self, device: str) -> Any:
+        return self.backend if device == "cpu" else None
+
+
+class Server:
+    """A runner with the plugin on it."""
+
+    def __init__(self, runner: Any, installation: Any, log: LogLines) -> None:
+        self.runner = runner
+        self.installation = installation
+        self.log = log
+        self.model = runner.model.model
+        self.served = installation.runtime.served(self.model)
+
+    @property
+    def manager(self) -> Any:
+        return self.installation.manager
+
+    def bank(self, name: str) -> Any:
+        """The captured bank of that name, or None."""
+        return self.manager.get_plugin(name).bank(self.served)
+
+    @contextmanager
+    def plugin_off(self) -> Iterator[None]:
+        """Steps in here are the engine's own."""
+        self.served.ready, before = False, self.served.ready
+        try:
+            yield
+        finally:
+            self.served.ready = before
+
+    def eager_tail(self, batch: Any) -> Any:
+        """The tail rows of ``batch`` without the plugin, from the present state, which is kept."""
+        state = self.runner.state()
+        with self.plugin_off():
+            tail = self.runner.forward(batch).tail.clone()
+        self.runner.load_state(state)
+        return tail
+
+    def new_counts(self, run: Callable[[], Any]) -> tuple[Any, dict[Any, int], dict[Any, int]]:
+        """What ``run`` returns, and the replays and fallbacks that it adds."""
+        served = self.served
+        replays, fallbacks = served.replays.copy(), served.fallbacks.copy()
+        result = run()
+        return result, dict(served.replays - replays), dict(served.fallbacks - fallbacks)
+
+
+def tape_backend(installation: Any, **options: Any) -> Any:
+    from sglang_dsv4_graphs.bank.tape import TapeBackend
+
+    return TapeBackend(installation.runtime.engine.current_capture_var, **options)
+
+
+@contextmanager
+def serving(
+    environ: Mapping[str, str] = SMALL,
+    *,
+    extensions: Sequence[Any] = (),
+    make_backend: Callable[[Any], Any] = tape_backend,
+    prepare: Callable[[Any], object] | None = None,
+    startup: bool = True,
+    dtype: str = "float32",
+    **build: Any,
+) -> Iterator[Server]:
+    """A server within the block, with ``environ`` as the plugin's settings.
+
+    ``make_backend`` gets the installation; ``prepare`` gets the runner before the engine's startup, which is the
+    test's own affair unless ``startup``. float32, so that steps with other padding are comparable. ``build`` goes to
+    ``build_runner``.
+    """
+    import torch
+
+    from sglang_dsv4_graphs.cpu_engine import build_runner
+    from sglang_dsv4_graphs.hooks.install import install
+    from sglang_dsv4_graphs.log import logger
+    from sglang_dsv4_graphs.settings import Settings
+
+    log = LogLines()
+    level = logger.level
+    logger.addHandler(log)
+    logger.setLevel(logging.DEBUG)
+    installation = install(Settings.read(environ), third_parties=False)
+    assert installation is not None, log.lines
+    try:
+        installation.manager.register(BackendSupply(make_backend(installation)))
+        for extension in extensions:
+            installation.manager.register(extension)
+        runner = build_runner(**{"chunked_prefill_size": CHUNK, "dtype": getattr(torch, dtype), **build})
+        if prepare is not None:
+            prepare(runner)
+        server = Server(runner, installation, log)
+        if startup:
+            runner.startup()
+            # Without graphs every step is the engine's own, and every comparison below would hold.
+            assert server.served.ready, server.served.stand_down
+        runner.reset_pools()
+        yield server
+    finally:
+        installation.undo()
+        logger.removeHandler(log)
+        logger.setLevel(level)
