@@ -20,9 +20,7 @@ import time
 import torch
 
 from sglang_dsv4_graphs import hookimpl
-from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.shadow import largest_difference
-from sglang_dsv4_graphs.bank.views import Takeover
 
 ROWS = (1, 2, 63, 64, 65, 100, 128, 129, 200, 256, 257, 300, 700, 1000, 1024, 1500, 2048, 3000, 4096, 5000, 8192)
 CHURN = 50
@@ -100,17 +98,25 @@ class Checks:
         self.random = random.Random(7)
 
     def run(self):
-        rows = [r for r in ROWS if r <= self.bank.buckets[-1]]
+        wanted = map(int, os.environ.get("DSV4_GRAPHS_CHECK_ROWS", ",".join(map(str, ROWS))).split(","))
+        rows = [r for r in wanted if r <= self.bank.buckets[-1]]
         return {"rows": [self.compare(r) for r in rows], "churn": self.churn(rows)}
 
-    def step(self, rows, seed, visit):
-        """Run an extend of ``rows`` tokens in one to four requests and call ``visit`` where the bank's range starts."""
-        pick = random.Random(seed)
+    def lengths(self, rows, pick):
+        """Request lengths: one to four for the full width, whole tails of at most 128 for the late layers."""
+        if self.bank.layers.first > 0:
+            return [min(128, rows - at) for at in range(0, rows, 128)]
         parts = min(rows, pick.choice((1, 1, 2, 3, 4)))
         cuts = sorted(pick.sample(range(1, rows), parts - 1)) if parts > 1 else []
-        lengths = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+        return [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+    def step(self, rows, seed, visit):
+        """Run an extend that gives the bank ``rows`` rows and call ``visit`` where its range starts."""
+        pick = random.Random(seed)
+        lengths = self.lengths(rows, pick)
         device = self.runner.device
-        ids = torch.tensor([pick.randrange(3, 100000) for _ in range(rows)], device=device)
+        vocabulary = min(100000, int(self.startup.served.model.config.vocab_size))
+        ids = torch.tensor([pick.randrange(3, vocabulary) for _ in range(rows)], device=device)
         batch = self.startup.served.engine.extend_batch(runner=self.runner, lengths=lengths, input_ids=ids)
         table = self.runner.req_to_token_pool.req_to_token
         mapping = self.runner.token_to_kv_pool.full_to_swa_index_mapping
@@ -126,21 +132,12 @@ class Checks:
         mapping[batch.out_cache_loc] = batch.out_cache_loc.to(mapping.dtype)
         seen = {}
 
-        def takeovers(step):
-            def run(state, positions, input_ids, step_batch):
-                pre = state.pre if self.bank.layers.first > 0 else None
-                live = RangeInputs(state.residual, pre, positions, input_ids)
-                seen["result"] = visit(live, step_batch)
-                left = self.bank.outputs(self.bank.bucket_for(live.rows), live.rows)
-                return self.startup.served.engine.HcState(left.residual, left.pre)
-
-            last = self.bank.layers.last
-            overrides = {"end_layer": last, "late_layer_start": None, "decoder_replay_tail": None}
-            return [Takeover(self.bank.layers.first, last, run, overrides)]
+        def visited(live, step_batch):
+            seen["result"] = visit(live, step_batch)
+            return self.bank.outputs(self.bank.bucket_for(live.rows), live.rows)
 
         try:
-            with self.startup.served.forced(takeovers):
-                self.startup.dummies.run(batch)
+            self.startup.visit(self.bank, batch, visited)
         finally:
             table.copy_(saved)
             mapping.copy_(saved_mapping)
@@ -156,6 +153,7 @@ class Checks:
             replay_again = self.bank.replay(bucket, live, batch).cloned()
             scale = float(eager.residual.float().abs().mean())
             return {
+                "bank": self.bank.name,
                 "rows": live.rows,
                 "bucket": bucket,
                 "requests": batch.batch_size,
