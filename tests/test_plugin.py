@@ -86,7 +86,8 @@ def assert_untouched() -> None:
 
 
 def assert_installed_once() -> None:
-    assert {target: chain(target) for target in hook_targets()} == dict.fromkeys(hook_targets(), ["ours"])
+    found = {target: chain(target) for target in hook_targets()}
+    assert found == {target: ["ours"] for target in found}
 
 
 def in_the_order_of_a_server() -> None:

@@ -25,6 +25,7 @@ class ServerFacts:
     pool_borrowing: bool = False
     forward_hooks: bool = False
     decode_only: bool = False
+    prefill_graph: bool = False
     lagged_hyper_connections: bool = True
 
 
@@ -40,6 +41,7 @@ _SERVER_REASONS = (
     ("memory_saver", "memory saver: weights and pools may be released while graphs hold their addresses"),
     ("pool_borrowing", "graph-pool borrowing: other code writes into graph memory"),
     ("decode_only", "disaggregated decode: this server runs no prefill"),
+    ("prefill_graph", "prefill graph: replaying it beside the banks faulted once and is not shown to be safe"),
     ("forward_hooks", "forward hooks: a replay does not call them"),
 )
 

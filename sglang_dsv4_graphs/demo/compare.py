@@ -2,14 +2,15 @@
 
 An ordinary extension of the plugin: it supplies the graph backend, and wraps the hook in which banks take steps, so
 that the decisions and the replays are the plugin's own. The eager run sees the memory that the replay saw: the KV
-pool and all that the bank owns, padding rows included, are put back before it. What is compared is what the step
-goes on with and the whole KV pool. The step then goes on with what the replay left.
+pool, what earlier layers published, and all that the bank owns, padding rows included, are put back before it. What
+is compared is what the step goes on with, the whole KV pool, and what layers publish. The step then goes on with what
+the replay left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,18 +22,35 @@ from sglang_dsv4_graphs.bank.served import Step
 from sglang_dsv4_graphs.bank.shadow import largest_difference
 from sglang_dsv4_graphs.bank.sweep import Startup
 from sglang_dsv4_graphs.bank.views import Takeover
+from sglang_dsv4_graphs.cpu_engine import CpuRunner
 from sglang_dsv4_graphs.demo.layer_calls import LayerCalls
 from sglang_dsv4_graphs.extend import hookimpl
 
 
-class Referee:
-    """Compares replays with eager runs; ``take()`` gives the differences since it was last called."""
+@dataclass(frozen=True)
+class Memory:
+    """Clones of what a range reads and writes: the KV pool, what layers publish to later ones, the bank's own."""
 
-    def __init__(self, backend: GraphBackend, pool: Any, calls: LayerCalls) -> None:
-        """``pool``: has ``state()``, clones of everything that steps change, and ``load_state``."""
+    pool: dict[str, torch.Tensor]
+    published: dict[str, torch.Tensor]
+    owned: list[torch.Tensor]
+
+    @property
+    def kept(self) -> dict[str, torch.Tensor]:
+        return self.pool | self.published
+
+
+class Referee:
+    """Compares replays with eager runs once ``watching``; ``take()`` gives the differences since it was last called.
+
+    Startup is not watched: its dummy rows all write to the padding slot and read it back, in whatever order.
+    """
+
+    def __init__(self, backend: GraphBackend, runner: CpuRunner, calls: LayerCalls) -> None:
         self.banks: list[Bank] = []
+        self.watching = False
         self._backend = backend
-        self._pool = pool
+        self._runner = runner
         self._calls = calls
         self._differences: dict[str, float] = {}
 
@@ -56,7 +74,7 @@ class Referee:
         return [self._watched(t, step) for t in takeovers]
 
     def _watched(self, takeover: Takeover | None, step: Step) -> Takeover | None:
-        if takeover is None or takeover.run is None:
+        if not self.watching or takeover is None or takeover.run is None:
             return takeover
         ranges = {(b.layers.first, b.layers.last): b for b in self.banks}
         bank = ranges.get((takeover.first, takeover.last))
@@ -74,26 +92,36 @@ class Referee:
             self._put_back(bank, before)
             with self._calls.paused():
                 eager = bank.run_eagerly(bank.bucket_for(live.rows) or 0, live, batch)
-            worst = max(largest_difference(replayed, eager), self._kv_difference(after[0]))
+            worst = max(largest_difference(replayed, eager), largest_of(after.kept, self._memory(bank).kept))
             self._differences[bank.name] = max(worst, self._differences.get(bank.name, 0.0))
             self._put_back(bank, after)
             return left
 
         return replace(takeover, run=run)
 
-    def _memory(self, bank: Bank) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        return self._pool.state(), [t.clone() for t in bank.owned_tensors()]
+    def _memory(self, bank: Bank) -> Memory:
+        return Memory(
+            self._runner.token_to_kv_pool.state(),
+            {f"ratio {ratio}": selected.clone() for ratio, selected in self._selections().items()},
+            [t.clone() for t in bank.owned_tensors()],
+        )
 
-    def _put_back(self, bank: Bank, memory: tuple[dict[str, torch.Tensor], list[torch.Tensor]]) -> None:
-        pool, owned = memory
-        self._pool.load_state(pool)
-        for tensor, saved in zip(bank.owned_tensors(), owned, strict=True):
+    def _put_back(self, bank: Bank, memory: Memory) -> None:
+        self._runner.token_to_kv_pool.load_state(memory.pool)
+        for ratio, selected in self._selections().items():
+            selected.copy_(memory.published[f"ratio {ratio}"])
+        for tensor, saved in zip(bank.owned_tensors(), memory.owned, strict=True):
             tensor.copy_(saved)
 
-    def _kv_difference(self, replayed: dict[str, torch.Tensor]) -> float:
-        """Between the pool that the replay left and the one that lies there now."""
-        eager = self._pool.state()
-        return max(
-            largest_difference(RangeOutputs(kept, None), RangeOutputs(eager[name], None))
-            for name, kept in replayed.items()
-        )
+    def _selections(self) -> dict[int, torch.Tensor]:
+        """Per ratio, the rows that an index source chose; a later one in a range writes over an earlier one's."""
+        metadata = self._runner.attn_backend.forward_metadata
+        return {} if metadata is None else metadata.core_attn_metadata.selection
+
+
+def largest_of(replayed: dict[str, torch.Tensor], eager: dict[str, torch.Tensor]) -> float:
+    """The largest difference of tensors of the same name."""
+    return max(
+        largest_difference(RangeOutputs(tensor, None), RangeOutputs(eager[name], None))
+        for name, tensor in replayed.items()
+    )

@@ -70,8 +70,9 @@ def show_plugin_log() -> None:
         of.setLevel(logging.INFO)
         of.addHandler(handler)
         of.propagate = False
-    # The engine warns of each GPU feature that this machine lacks; none is used here.
-    logging.getLogger(DISTRIBUTION).setLevel(logging.ERROR)
+    # The engine warns of each GPU feature that this machine lacks; none is used here. Of its hooks only failures tell.
+    for name in (DISTRIBUTION, f"{PLUGIN_GROUP}.hook_registry"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning)
 
 
@@ -105,13 +106,17 @@ def serve(installation: Installation, runner: CpuRunner) -> int:
     calls = LayerCalls(model.layers)
     # Poison: each replay first spoils the memory that its segments own, so that a stale value would show as NaN.
     tape = TapeBackend(installation.runtime.engine.current_capture_var, poison=True)
-    referee = Referee(tape, runner.token_to_kv_pool, calls)
+    referee = Referee(tape, runner, calls)
     installation.manager.register(referee)
     served = capture(installation, runner)
     banks = [bank for bank in referee.banks if bank.buckets]
     names = [bank.name for bank in banks]
     ladder = next((bank.buckets for bank in banks if bank.layers.first == model.start_layer), ())
-    planned = steps.plan(ladder)
+    try:
+        planned = steps.plan(ladder)
+    except ValueError as e:
+        raise DemoError(f"too little was captured, the log lines above say why: {e}") from e
+    referee.watching = True
     say(f"{len(planned)} steps with the plugin, then without:")
     on = run_steps(runner, planned, calls, Watch(served, referee))
     left = uninstall(installation)

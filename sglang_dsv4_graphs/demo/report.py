@@ -63,7 +63,7 @@ def table(reports: Sequence[StepReport], banks: Sequence[str]) -> str:
 
 LEGEND = (
     "requests: 40+21 = two of 40 and 21 tokens, 42@63 = 42 tokens behind 63 cached ones; tail: rows of the late layers",
-    "diff.: largest difference of replayed rows and KV pool to an eager run on the same padded rows; must be 0",
+    "diff.: replayed rows and KV pool against an eager run on the same padded rows, largest difference; must be 0",
     "calls saved: decoder-layer calls in Python, counted, without the plugin minus with it",
     "on/off: largest relative difference of a tail row, the whole step with the plugin against without; rounding only",
 )

@@ -87,6 +87,11 @@ class Engine:
         """Whether this engine version has the contract ``name``."""
         return name in self._targets
 
+    def captures_prefill(self) -> bool:
+        """Whether this server captures a prefill graph of its own."""
+        config = self.get_exec().graph.cuda_graph_config
+        return config is not None and str(config.prefill.backend) != "disabled"
+
     def local_rows(self, rows: int, bucket: int, sharded: bool) -> int:
         """How many of ``rows`` real rows are in this rank's shard of ``bucket``."""
         return int(self.local_row_count(rows, bucket, sharded=sharded))

@@ -12,7 +12,7 @@ import torch
 
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 
-STREAMS, HIDDEN, SLOTS = 2, 3, 64
+STREAMS, HIDDEN, SLOTS = 2, 3, 256
 
 
 def breaking(capture_var: ContextVar[Any], inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -86,7 +86,9 @@ def test_every_fact_of_a_step_has_a_reason() -> None:
     assert flags(StepFacts) == set(STEP)
 
 
-@pytest.mark.parametrize(("rows", "reason"), [(-1, "no rows"), (0, "no rows"), (1, "more rows than the largest bucket")])
+@pytest.mark.parametrize(
+    ("rows", "reason"), [(-1, "no rows"), (0, "no rows"), (1, "more rows than the largest bucket")]
+)
 def test_reasons_of_rows(rows: int, reason: str) -> None:
     assert rows_reason(rows) == reason
 

@@ -99,6 +99,11 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.Tensor]]:
     return [(f"layers.{i}.w", torch.zeros(2)) for i in range(8)]
 
 
+def check_often(guard: AddressGuard, captured: object, times: int) -> None:
+    for _ in range(times):
+        check(guard, captured)
+
+
 def move(weight: torch.Tensor) -> torch.Tensor:
     """Give ``weight`` other memory, as a weight update does; returns what keeps the old alive."""
     old = weight.detach().clone().set_(weight.detach())
@@ -110,20 +115,12 @@ def move(weight: torch.Tensor) -> torch.Tensor:
 def test_weights_are_covered_in_rotation(weights: list[tuple[str, torch.Tensor]], moved: int) -> None:
     guard = AddressGuard([], weights)
     captured = guard.addresses()
-    for _ in range(3):  # once around, and the turn is back at one that has been checked
-        check(guard, captured)
+    check_often(guard, captured, 3)  # once around, and the turn is back at one that has been checked
     kept = move(weights[moved][1])
-    caught = None
-    for checks in range(1, 4):
-        try:
-            check(guard, captured)
-        except MovedBufferError as error:
-            caught = error
-            break
-    assert caught is not None
-    assert caught.buffer == f"layers.{moved}.w"
-    assert f"captured at {kept.data_ptr():#x}, now at {weights[moved][1].data_ptr():#x}" in str(caught)
-    assert checks <= 3  # 8 weights, 3 a check
+    with pytest.raises(MovedBufferError) as caught:
+        check_often(guard, captured, 3)  # 8 weights, 3 a check
+    assert caught.value.buffer == f"layers.{moved}.w"
+    assert f"captured at {kept.data_ptr():#x}, now at {weights[moved][1].data_ptr():#x}" in str(caught.value)
 
 
 def test_a_check_looks_at_no_more_than_its_share(weights: list[tuple[str, torch.Tensor]]) -> None:
@@ -158,7 +155,9 @@ def test_few_weights_are_checked_once_each(weights: list[tuple[str, torch.Tensor
 
 def test_names() -> None:
     source: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731
-    guard = AddressGuard(iter([GuardedBuffer("a", source), GuardedBuffer("b", source, cheap=False)]), [("w", torch.ones(1))])
+    guard = AddressGuard(
+        iter([GuardedBuffer("a", source), GuardedBuffer("b", source, cheap=False)]), [("w", torch.ones(1))]
+    )
     assert guard.names == ("a", "b")
     assert guard.addresses().buffers == (None, None)
 

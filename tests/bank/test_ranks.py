@@ -24,9 +24,7 @@ def run_ranks(size: int, function: Callable[..., Any], folder: Path) -> list[Any
     spawn = multiprocessing.get_context("spawn")
     results = spawn.SimpleQueue()
     store = str(folder / "store")
-    processes = [
-        spawn.Process(target=_enter, args=(function, rank, size, store, results)) for rank in range(size)
-    ]
+    processes = [spawn.Process(target=_enter, args=(function, rank, size, store, results)) for rank in range(size)]
     for p in processes:
         p.start()
     deadline = time.monotonic() + TIMEOUT_S

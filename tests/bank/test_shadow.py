@@ -56,7 +56,9 @@ def batch(*prefixes: int) -> Any:
     return SimpleNamespace(extend_prefix_lens_cpu=list(prefixes))
 
 
-@pytest.mark.parametrize(("prefixes", "wanted"), [((0,), True), ((2, 4), True), ((3,), False), ((2, 1), False), ((), True)])
+@pytest.mark.parametrize(
+    ("prefixes", "wanted"), [((0,), True), ((2, 4), True), ((3,), False), ((2, 1), False), ((), True)]
+)
 def test_an_odd_prefix_is_not_repeated(prefixes: tuple[int, ...], wanted: bool) -> None:
     assert Shadow(1, served()).wanted(batch(*prefixes)) is wanted
 

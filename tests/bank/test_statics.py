@@ -72,7 +72,7 @@ def test_copy_in_can_clear_the_padding(statics: StaticRows) -> None:
     ids=["dtype", "hidden", "streams", "ids"],
 )
 def test_rows_of_another_shape_are_refused(statics: StaticRows, wrong: object) -> None:
-    with pytest.raises(ValueError, match="a step's rows are .* the graphs were captured for rows of"):
+    with pytest.raises(ValueError, match=r"a step's rows are .* the graphs were captured for rows of"):
         statics.copy_in(wrong(rows(3)))  # type: ignore[operator]
 
 

@@ -20,7 +20,9 @@ class Layer:
         self.number, self.engram = number, engram
         self.weight = f"weight {number}"
 
-    def __call__(self, *, positions: Any, hidden_states: Any, input_ids: Any, forward_batch: Any, zero: Any = None) -> Any:
+    def __call__(
+        self, *, positions: Any, hidden_states: Any, input_ids: Any, forward_batch: Any, zero: Any = None
+    ) -> Any:
         forward_batch.calls.append(self.number)
         return [*hidden_states, self.number]
 
@@ -148,7 +150,11 @@ def test_a_view_passes_everything_else_through() -> None:
 
 def test_stand_ins_answer_as_their_layer_without_its_engram() -> None:
     layer = Layer(1, engram="engram")
-    for stand_in in (PassThrough(layer), RangeEntry(layer, bank("bank")[0], handing), StateInjector(layer, [], handing)):
+    for stand_in in (
+        PassThrough(layer),
+        RangeEntry(layer, bank("bank")[0], handing),
+        StateInjector(layer, [], handing),
+    ):
         assert stand_in.weight == "weight 1"
         assert stand_in.engram is None
         with pytest.raises(AttributeError):

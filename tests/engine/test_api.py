@@ -11,10 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_dsv4_graphs.engine import (
-    Engine,
-    facts,
-)
+from sglang_dsv4_graphs.engine import Engine, facts  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

@@ -32,6 +32,13 @@ class Judge:
             if bank is not None:
                 self.watch(bank)
 
+    @classmethod
+    def of(cls, server: Any) -> Judge:
+        """The judge of ``server``; a bank is judged once."""
+        if server.judge is None:
+            server.judge = cls(server)
+        return server.judge
+
     def watch(self, bank: Any) -> None:
         replay = bank.replay
 

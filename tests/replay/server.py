@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from sglang_dsv4_graphs.extend import hookimpl
@@ -55,6 +55,7 @@ class Server:
         self.log = log
         self.model = runner.model.model
         self.served = installation.runtime.served(self.model)
+        self.judge: Any = None
 
     @property
     def manager(self) -> Any:
@@ -143,3 +144,37 @@ def serving(
         installation.undo()
         logger.removeHandler(log)
         logger.setLevel(level)
+
+
+class Servers:
+    """Brings servers up, one at a time."""
+
+    def __init__(self) -> None:
+        self._up: tuple[str | None, Server] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.down()
+
+    def down(self) -> None:
+        """Take the present server down."""
+        self._up = None
+        self._stack.close()
+
+    def shared(self, name: str, *args: Any, **kwargs: Any) -> Server:
+        """The server of that name if it is still up, else a new one by ``serving``'s arguments."""
+        if self._up is None or self._up[0] != name:
+            server = self.own(*args, **kwargs)
+            self._up = (name, server)
+        assert self._up is not None
+        return self._up[1]
+
+    def own(self, *args: Any, **kwargs: Any) -> Server:
+        """A new server by ``serving``'s arguments, up until somebody asks for another."""
+        self.down()
+        server = self._stack.enter_context(serving(*args, **kwargs))
+        self._up = (None, server)
+        return server

@@ -19,8 +19,6 @@ TOO_MANY = "more rows than the largest bucket"
 Step = dict[str, int]
 
 
-
-
 def poisoning(installation: Any) -> Any:
     """A tape whose replays first spoil all memory that its segments allocated."""
     return tape_backend(installation, poison=True)

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.replay.judge import Judge, same
-from tests.replay.server import DECODER_REPLAY, FULL_LAYER, Server, serving
+from tests.replay.server import DECODER_REPLAY, FULL_LAYER, Server, Servers
 from tests.replay.story import TOO_MANY, Step, Story, poisoning
 
 pytestmark = pytest.mark.engine
@@ -20,13 +19,13 @@ pytestmark = pytest.mark.engine
 FULL_BUCKETS, LATE_BUCKETS = (64, 128, 256), (128, 256)
 
 
-@pytest.fixture(scope="module")
-def judged() -> Iterator[tuple[Server, Judge]]:
+@pytest.fixture
+def judged(servers: Servers) -> tuple[Server, Judge]:
     """One server of the default settings, small."""
-    with serving(make_backend=poisoning) as server:
-        assert server.bank(FULL_LAYER).buckets == FULL_BUCKETS
-        assert server.bank(DECODER_REPLAY).buckets == LATE_BUCKETS
-        yield server, Judge(server)
+    server = servers.shared("small", make_backend=poisoning)
+    assert server.bank(FULL_LAYER).buckets == FULL_BUCKETS
+    assert server.bank(DECODER_REPLAY).buckets == LATE_BUCKETS
+    return server, Judge.of(server)
 
 
 STORIES: dict[str, list[Step]] = {
@@ -178,7 +177,9 @@ def test_returned_hidden_states(judged: tuple[Server, Judge], monkeypatch: pytes
     assert [(v.bank, v.rows) for v in verdicts] == [(FULL_LAYER, length), (DECODER_REPLAY, length)]
 
 
-def test_more_prompt_rows_than_the_largest_bucket(judged: tuple[Server, Judge], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_prompt_rows_than_the_largest_bucket(
+    judged: tuple[Server, Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, judge = judged
     if not reading_prompt_rows(server.runner, monkeypatch):
         pytest.skip("0.5.22 refuses such steps")

@@ -1,0 +1,288 @@
+"""Both banks in whole steps of a small model: every edge of their ladders, against the loop without a plugin."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sglang_dsv4_graphs.bank import decoder_replay, full_layer  # noqa: E402
+from sglang_dsv4_graphs.bank.bank import Bank  # noqa: E402
+from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank  # noqa: E402
+from sglang_dsv4_graphs.bank.full_layer import FullLayerBank, full_layer_overrides  # noqa: E402
+from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError  # noqa: E402
+from sglang_dsv4_graphs.bank.ranks import Ranks  # noqa: E402
+from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
+from sglang_dsv4_graphs.bank.tape import TapeBackend  # noqa: E402
+from tests.bank.small_model import LATE, LAYERS, TAIL_ROWS, Layer, SmallDummies, World  # noqa: E402
+from tests.bank.test_sweep import FakeDevice  # noqa: E402
+
+FULL = (8, 16, 24)
+TAILS = (4, 8, 12)
+
+
+class Served:
+    """A world with both banks registered, captured and open."""
+
+    def __init__(self, *, late: bool = True, dspark: list[int] | None = None, chunk: int = 24, **settings: Any) -> None:
+        self.world = World(late=late, **settings)
+        self.world.model.dspark_layers_to_capture = dspark
+        self.decoder, self.full = DecoderReplayBank(), FullLayerBank()
+        for bank in (self.decoder, self.full):
+            self.world.manager.register(bank, name=bank.name)
+        self.moving = torch.zeros(1)
+        self.dummies = SmallDummies(self.world, most_rows=200)
+        self.dummies.most_requests = 6
+        self.startup = Startup(
+            served=self.world.served,
+            dummies=self.dummies,  # type: ignore[arg-type]
+            backend=TapeBackend(self.world.engine.capture_var, poison=True),
+            make_guard=lambda: AddressGuard([GuardedBuffer("workspace", lambda: self.moving)]),
+            ranks=Ranks(0, 1),
+            device=FakeDevice(),  # type: ignore[arg-type]
+            chunk_size=chunk,
+            strict=True,
+        )
+        self.startup.grow()
+        self.startup.open()
+        self.world.manager.hook.dsv4_graphs_startup(startup=self.startup)
+        self.served = self.world.served
+        self.served.ready = True
+
+    def step(self, lengths: list[int], *, dspark: bool = False) -> list[str]:
+        """Run a step with and without the plugin, compare, and return which banks replayed, with buckets."""
+        world = self.world
+        batch = world.batch(lengths, dspark=dspark)
+        before, replays = world.caches(), dict(self.served.replays)
+        ours = [t.clone() if isinstance(t, torch.Tensor) else t for t in world.run(batch)]
+        after = world.caches()
+        world.set_caches(before)
+        plain = world.run(batch, plain=True)
+        for a, b in zip([*ours[:2], *(ours[2] or ())], [*plain[:2], *(plain[2] or ())], strict=True):
+            assert a.shape == b.shape
+            assert torch.allclose(a, b, atol=1e-5)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(after, world.caches(), strict=True))
+        replayed = [key for key, count in self.served.replays.items() if count > replays.get(key, 0)]
+        return sorted(f"{bank} {bucket}" for bank, bucket in replayed)
+
+    def bank(self, which: Any) -> Bank:
+        bank = which.bank(self.served)
+        assert bank is not None
+        return bank
+
+
+@pytest.fixture(autouse=True)
+def small_ladders(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(11)
+    monkeypatch.setattr(full_layer, "full_layer_buckets", lambda cap, chunk, limit: FULL if cap else ())
+    monkeypatch.setattr(decoder_replay, "decoder_replay_buckets", lambda rows, limit: TAILS if rows else ())
+    monkeypatch.setattr(decoder_replay, "DECODER_REPLAY_STEP", TAIL_ROWS)
+
+
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 24), (23, 24), (24, 24)])
+@pytest.mark.parametrize("late", [True, False])
+def test_steps_of_one_request(late: bool, rows: int, bucket: int) -> None:
+    served = Served(late=late)
+    tail = ["decoder-replay 4"] if late else []
+    for _ in range(2):
+        assert served.step([rows]) == [*tail, f"full-layer {bucket}"]
+        served.served.replays.clear()
+    assert not served.served.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tail"),
+    [([1, 1], 4), ([3, 1], 4), ([4, 4], 4), ([1, 1, 1, 1, 1], 8), ([5, 5, 5], 8), ([2] * 5, 12), ([2] * 6, 12)],
+)
+def test_steps_of_several_requests(lengths: list[int], tail: int) -> None:
+    assert Served().step(lengths)[0] == f"decoder-replay {tail}"
+
+
+def test_more_rows_than_the_largest_bucket() -> None:
+    served = Served()
+    assert served.step([25]) == ["decoder-replay 4"]
+    assert dict(served.served.fallbacks) == {("full-layer", "more rows than the largest bucket"): 1}
+
+
+def test_more_tails_than_the_largest_bucket() -> None:
+    served = Served()
+    assert served.step([2] * 7) == ["full-layer 16"]
+    assert dict(served.served.fallbacks) == {("decoder-replay", "more rows than the largest bucket"): 1}
+
+
+def test_mixed_steps_in_any_order() -> None:
+    served = Served()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        count = int(torch.randint(1, 6, (), generator=generator))
+        served.step(torch.randint(1, 6, (count,), generator=generator).tolist())
+
+
+def test_banks_and_their_layers() -> None:
+    served = Served()
+    full, late = served.bank(served.full), served.bank(served.decoder)
+    assert (full.layers.first, full.layers.last, full.buckets) == (0, LATE, FULL)
+    assert (late.layers.first, late.layers.last, late.buckets) == (LATE, LAYERS, TAILS)
+    assert served.startup.banks == [full, late]  # in the order in which they were captured
+    # Without bounded replay the full-layer bank spans every layer, and there is no tail.
+    served = Served(late=False)
+    assert (served.bank(served.full).layers.last, served.decoder.bank(served.served)) == (LAYERS, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "banks"),
+    [
+        ({"full_layer_max_tokens": 0}, ["decoder-replay 4"]),
+        ({"decoder_replay_max_rows": 0}, ["full-layer 8"]),
+        ({"full_layer_max_tokens": 0, "decoder_replay_max_rows": 0}, []),
+    ],
+)
+def test_a_bank_that_is_switched_off(settings: dict[str, int], banks: list[str]) -> None:
+    served = Served(**settings)
+    assert served.step([5]) == banks
+    assert not served.served.fallbacks
+
+
+@pytest.mark.parametrize("dspark", [[0, 5], [1, 3], [4, 5], [3, 4, 5], []])
+def test_hidden_states_of_captured_layers(dspark: list[int]) -> None:
+    served = Served(dspark=dspark)
+    for lengths in ([5], [3, 1, 4], [9]):
+        assert len(served.step(lengths, dspark=bool(dspark))) == 2
+    assert served.world.model.dspark_layers_to_capture == dspark
+
+
+@pytest.mark.parametrize(("late", "dspark"), [(False, None), (False, [1, 5]), (True, [1, 5])])
+def test_rows_that_leave_the_step_are_not_written_by_the_next(late: bool, dspark: list[int] | None) -> None:
+    """Under bounded replay the engine scatters them into new rows, unless it collects hidden states."""
+    served = Served(late=late, dspark=dspark)
+    first = served.world.run(served.world.batch([5], dspark=dspark is not None))
+    leaving = [*first[:2], *(first[2] or ())]
+    kept = [t.clone() for t in leaving]
+    served.world.run(served.world.batch([5], dspark=dspark is not None))
+    assert all(torch.equal(a, b) for a, b in zip(leaving, kept, strict=True))
+
+
+class EngineTail:
+    def __init__(self) -> None:
+        self.ready: list[int] = []
+        self.runner = SimpleNamespace(ready=self.ready.append)
+
+
+def test_the_engines_tail_graphs_stay_out_of_our_steps() -> None:
+    served = Served()
+    served.world.model.decoder_replay_tail = EngineTail()
+    served.world.model.seen_tails.clear()
+    for lengths in ([5], [2] * 7):  # served, and with more tails than the largest bucket
+        served.world.run(served.world.batch(lengths))
+    assert served.world.model.seen_tails == [None, None]
+    served.bank(served.decoder).retire("shut down")
+    served.world.run(served.world.batch([5]))
+    assert served.world.model.seen_tails[2] is served.world.model.decoder_replay_tail
+
+
+@pytest.mark.parametrize("which", ["full", "decoder"])
+def test_a_moved_buffer_retires_its_bank_before_the_replay(which: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
+    served = Served()
+    bank = served.bank(getattr(served, which))
+    other = served.bank(served.decoder if which == "full" else served.full)
+    # Only this bank's graphs were captured where the buffer was before.
+    old, served.moving = served.moving, torch.zeros(2)
+    for rows in other.buckets:
+        other._captured[rows].addresses = other.guard.addresses()
+    replayed = served.step([5])
+    assert replayed == [{"full": "decoder-replay 4", "decoder": "full-layer 8"}[which]]
+    assert bank.buckets == ()
+    assert f"buffer=workspace moved: captured at {old.data_ptr():#x}, now at {served.moving.data_ptr():#x}" in str(
+        bank.retired
+    )
+    assert served.step([5]) == replayed
+    assert dict(served.served.fallbacks) == {(bank.name, "bank retired"): 2}
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert f"bank={bank.name} bucket=" in errors[0].replace("'", "")
+
+
+def test_a_moved_buffer_ends_a_strict_server() -> None:
+    served = Served(strict=True)
+    served.moving = torch.zeros(2)
+    with pytest.raises(MovedBufferError, match="buffer=workspace"):
+        served.world.run(served.world.batch([5]))
+
+
+def test_shadowed_steps_go_on_with_eager_rows(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
+    served = Served(shadow=2)
+    for _ in range(3):
+        served.step([5])
+    shadows = [m for m in caplog.messages if "dsv4-graphs: shadow" in m]
+    assert sorted(shadows) == [
+        "dsv4-graphs: shadow bank=decoder-replay compared=2 differed=0",
+        "dsv4-graphs: shadow bank=full-layer compared=2 differed=0",
+    ]
+
+
+def test_shutdown_releases_every_graph() -> None:
+    served = Served()
+    banks = [served.bank(served.full), served.bank(served.decoder)]
+    served.world.manager.hook.dsv4_graphs_shutdown()
+    assert [b.buckets for b in banks] == [(), ()]
+    assert served.step([5]) == []
+    assert not served.served.fallbacks
+
+
+def test_tails_inside_a_prefill_graph() -> None:
+    """The break of an engine's prefill graph hands the narrowed state over; nothing of the loop runs."""
+    served = Served(dspark=[1, 5])
+    world = served.world
+    assert served.decoder.in_charge(served.served)
+    batch = world.batch([9, 4], dspark=True)
+    before = world.caches()
+    residual, pre, packer = world.run(batch, plain=True)
+    entering: list[Any] = []
+
+    def note(*, positions: Any, hidden_states: Any, input_ids: Any, forward_batch: Any) -> Any:
+        held = (hidden_states.residual.clone(), hidden_states.pre.clone(), positions, input_ids, forward_batch)
+        entering.append(held)
+        return Layer.__call__(
+            late, positions=positions, hidden_states=hidden_states, input_ids=input_ids, forward_batch=forward_batch
+        )
+
+    late = world.model.layers[LATE]
+    world.set_caches(before)
+    world.model.layers[LATE] = note  # type: ignore[call-overload]
+    world.run(batch, plain=True)
+    world.model.layers[LATE] = late
+    ((rows, mix, positions, ids, narrowed),) = entering
+    state = world.engine.HcState(rows, mix)
+    world.set_caches(before)
+    done = served.decoder.run_tail(served.served, state, positions, ids, narrowed)
+    assert done is not None
+    assert torch.allclose(done[0], residual, atol=1e-5)
+    assert torch.allclose(done[1], pre, atol=1e-5)
+    (aux,) = done[2]
+    assert torch.allclose(aux, packer[-1], atol=1e-5)
+    assert dict(served.served.replays) == {("decoder-replay", 4): 1}
+
+    many = torch.zeros(13, 2, 3)
+    assert (
+        served.decoder.run_tail(served.served, world.engine.HcState(many, many[..., 0]), many[:, 0, 0], ids, narrowed)
+        is None
+    )
+    assert dict(served.served.fallbacks) == {("decoder-replay", "more rows than the largest bucket"): 1}
+    served.bank(served.decoder).retire("shut down")
+    assert not served.decoder.in_charge(served.served)
+
+
+@pytest.mark.parametrize(("hashed", "off"), [([], False), ([1, 2], True), ([0, LATE - 1], True), ([1, LATE], False)])
+def test_engram_is_hashed_once(hashed: list[int], off: bool) -> None:
+    served = Served()
+    for i in hashed:
+        served.world.model.layers[i].engram = "engram"
+    overrides = full_layer_overrides(served.world.model, served.bank(served.full))
+    assert ("engram_hasher" in overrides) is off
+    assert overrides.get("engram_hasher", None) is None

@@ -1,0 +1,423 @@
+"""The startup sweep on a small model: the order of things, what a failure keeps, and that all ranks keep the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sglang_dsv4_graphs.bank import sweep  # noqa: E402
+from sglang_dsv4_graphs.bank.backend import CaptureError  # noqa: E402
+from sglang_dsv4_graphs.bank.bank import Bank  # noqa: E402
+from sglang_dsv4_graphs.bank.guard import AddressGuard  # noqa: E402
+from sglang_dsv4_graphs.bank.ranks import RankError, Ranks  # noqa: E402
+from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
+from sglang_dsv4_graphs.bank.tape import TapeBackend  # noqa: E402
+from sglang_dsv4_graphs.bank.trial import Trial  # noqa: E402
+from tests.bank.small_model import LATE, LAYERS, TAIL_ROWS, SmallDummies, World  # noqa: E402
+
+BUCKETS = (4, 8, 16)
+
+
+class FakeDevice:
+    """A device whose free memory falls by 100 bytes a look."""
+
+    def __init__(self, *, is_cuda: bool = False) -> None:
+        self.is_cuda = is_cuda
+        self.free, self.releases, self.streams = 10_000, 0, []
+        self.times: Callable[[int], float] = lambda call: 0.0
+        self.timed = 0
+
+    def free_bytes(self) -> int:
+        self.free -= 100
+        return self.free
+
+    def release(self) -> None:
+        self.releases += 1
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        call()
+        self.timed += 1
+        return self.times(self.timed)
+
+    def on(self, stream: Any) -> Any:
+        self.streams.append(stream)
+        return torch.no_grad()
+
+
+class OtherRank(Ranks):
+    """Rank 0 of two; ``says`` is what the other one reports, from what this one did."""
+
+    def __init__(self, says: Callable[[str], str]) -> None:
+        super().__init__(0, 2)
+        self.says = says
+        self.reports: list[str] = []
+
+    def gather(self, report: str) -> list[str]:
+        self.reports.append(report)
+        return [report, self.says(report)]
+
+
+class Sweep:
+    """A sweep over a small world; ``fails`` maps rows to what their capture raises."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        strict: bool = False,
+        ranks: Ranks | None = None,
+        chunk: int | None = 16,
+        cuda: bool = False,
+    ) -> None:
+        self.world, self.dummies, self.device = world, SmallDummies(world), FakeDevice(is_cuda=cuda)
+        self.guards = 0
+        self.startup = Startup(
+            served=world.served,
+            dummies=self.dummies,  # type: ignore[arg-type]
+            backend=TapeBackend(world.engine.capture_var, poison=True),
+            make_guard=self.make_guard,
+            ranks=ranks or Ranks(0, 1),
+            device=self.device,  # type: ignore[arg-type]
+            chunk_size=chunk,
+            strict=strict,
+        )
+
+    def make_guard(self) -> AddressGuard:
+        self.guards += 1
+        return AddressGuard([])
+
+    def captured(
+        self, first: int = 0, last: int = LATE, fails: dict[int, Exception] | None = None, **options: Any
+    ) -> Bank:
+        self.startup.grow()
+        self.startup.open()
+        bank = self.startup.make_bank("full-layer", first, last, BUCKETS)
+        real = bank.capture
+
+        def capture(rows: int, *args: Any) -> Any:
+            if fails and rows in fails:
+                raise fails[rows]
+            return real(rows, *args)
+
+        bank.capture = capture  # type: ignore[method-assign]
+        length = TAIL_ROWS if first == LATE else None
+        self.startup.capture_all(bank, lambda rows: self.dummies.batch(rows, length), **options)
+        return bank
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The plugin's log lines so far."""
+    caplog.set_level(logging.DEBUG, logger="sglang_dsv4_graphs")
+    return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("dsv4-graphs:")]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(3)
+
+
+def test_the_largest_bucket_comes_first(lines: Callable[[], list[str]]) -> None:
+    s = Sweep(World())
+    bank = s.captured()
+    assert s.dummies.runs == [("layers", 16), ("layers", 16), ("layers", 8), ("layers", 4)]  # the first one grows
+    assert bank.buckets == BUCKETS
+    *debug, info = lines()
+    assert [line.split(" gib")[0] for line in debug] == [
+        f"dsv4-graphs: captured bank=full-layer rows={rows} segments={LATE + 1}" for rows in (16, 8, 4)
+    ]
+    assert info.startswith(
+        f"dsv4-graphs: captured bank=full-layer graphs=3 rows=4..16 segments={3 * (LATE + 1)} gib=0.000 seconds="
+    )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_captured_equals_eager(late: bool) -> None:
+    s = Sweep(World(late=late))
+    world, bank = s.world, s.captured()
+    for rows in (1, 4, 5, 16):
+        batch = world.batch([rows])
+        before = world.caches()
+        calls = [layer.calls for layer in world.model.layers]
+        outputs: list[Any] = []
+
+        def replay(live: Any, batch: Any, bank: Bank = bank, outputs: list[Any] = outputs) -> Any:
+            bucket = bank.bucket_for(live.rows)
+            assert bucket is not None
+            outputs.append(bank.replay(bucket, live, batch).cloned())
+            return outputs[-1]
+
+        s.startup.visit(bank, batch, replay)
+        assert [layer.calls for layer in world.model.layers] == calls  # no layer ran as Python
+        world.set_caches(before)
+        world.model.end_layer, world.model.late_layer_start = LATE, None
+        residual, pre, _ = world.run(batch, plain=True)
+        world.model.end_layer, world.model.late_layer_start = LAYERS, LATE if late else None
+        assert torch.allclose(outputs[0].residual, residual, atol=1e-6)
+        assert torch.allclose(outputs[0].pre, pre, atol=1e-6)
+
+
+def test_growing_is_one_eager_step_of_the_largest_kind() -> None:
+    s = Sweep(World(), chunk=24)
+    s.world.model.decoder_replay_tail = tail = object()
+    s.startup.grow()
+    assert s.dummies.runs == [("layers", 24)]
+    assert [layer.calls for layer in s.world.model.layers] == [1] * LAYERS
+    assert s.world.model.seen_tails == [None]  # the engine's tail graphs are not captured in passing
+    assert s.world.model.decoder_replay_tail is tail
+    s.dummies.most_rows = 10
+    s.startup.grow()
+    assert s.dummies.runs[1:] == [("layers", 10)]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "setting", "rows"),
+    [(4096, -1, 4096), (4096, 8192, 8192), (None, -1, 8192), (0, 16384, 16384), (-1, 0, 8192)],
+)
+def test_the_largest_step(chunk: int | None, setting: int, rows: int) -> None:
+    assert Sweep(World(full_layer_max_tokens=setting), chunk=chunk).startup.largest_step == rows
+
+
+def test_nothing_is_captured_before_growing() -> None:
+    with pytest.raises(CaptureError, match=r"grow\(\) comes before captures"):
+        Sweep(World()).startup.make_bank("full-layer", 0, LATE, BUCKETS)
+
+
+def test_the_guard_is_made_once_when_workspaces_have_grown() -> None:
+    s = Sweep(World())
+    s.startup.grow()
+    assert s.guards == 0
+    s.startup.open()
+    banks = [s.startup.make_bank(name, 0, LATE, BUCKETS) for name in ("one", "two")]
+    assert s.guards == 1
+    assert banks[0].guard is banks[1].guard
+    assert s.startup.banks == banks
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(("fails_at", "kept"), [(16, ()), (8, (16,)), (4, (8, 16))])
+def test_a_failed_capture_keeps_what_succeeded(
+    lines: Callable[[], list[str]], fails_at: int, kept: tuple[int, ...]
+) -> None:
+    s = Sweep(World())
+    bank = s.captured(fails={fails_at: OUT_OF_MEMORY})
+    assert bank.buckets == kept
+    assert s.device.releases == 1
+    (warning,) = [line for line in lines() if "capture-failed" in line]
+    assert warning == (
+        f"dsv4-graphs: capture-failed bank=full-layer rows={fails_at} kept={len(kept)} "
+        'reason="rank 0: OutOfMemoryError: CUDA out of memory."'
+    )
+    assert lines()[-1].startswith(f"dsv4-graphs: captured bank=full-layer graphs={len(kept)} ")
+    # The server still serves.
+    batch = s.world.batch([5])
+    before = s.world.caches()
+    served = s.world.run(batch)
+    s.world.set_caches(before)
+    assert torch.equal(served[0], s.world.run(batch, plain=True)[0])
+
+
+@pytest.mark.parametrize("error", [CaptureError("a host read"), RuntimeError(""), ValueError("8 rows need 9 requests")])
+def test_whatever_a_capture_raises_is_contained(lines: Callable[[], list[str]], error: Exception) -> None:
+    s = Sweep(World())
+    assert s.captured(fails={8: error}).buckets == (16,)
+    text = str(error) or "no message"
+    assert f'reason="rank 0: {type(error).__name__}: {text}"' in "".join(lines())
+
+
+def test_a_dummy_step_that_cannot_be_built_is_a_failure() -> None:
+    s = Sweep(World())
+    real = s.dummies.batch
+
+    def batch(rows: int, request_length: int | None = None) -> Any:
+        if rows == 8 and s.startup.banks:
+            raise ValueError("8 dummy rows need 9 requests")
+        return real(rows)
+
+    s.dummies.batch = batch  # type: ignore[method-assign]
+    assert s.captured().buckets == (16,)
+
+
+def test_a_failed_capture_refuses_a_strict_server() -> None:
+    s = Sweep(World(), strict=True)
+    with pytest.raises(CaptureError, match="bank=full-layer rows=8: rank 0: OutOfMemoryError: CUDA out of memory"):
+        s.captured(fails={8: OUT_OF_MEMORY})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_bucket_that_failed_on_another_rank_is_dropped_here(lines: Callable[[], list[str]], strict: bool) -> None:
+    asked = []
+
+    def says(report: str) -> str:
+        asked.append(report)
+        return "OutOfMemoryError: no room" if len(asked) == 2 else ""
+
+    s = Sweep(World(), ranks=OtherRank(says), strict=strict)
+    if strict:
+        with pytest.raises(CaptureError, match="rows=8: rank 1: OutOfMemoryError: no room"):
+            s.captured()
+    else:
+        assert s.captured().buckets == (16,)
+        assert asked == ["", ""]
+        assert 'rows=8 kept=1 reason="rank 1: OutOfMemoryError: no room"' in "".join(lines())
+
+
+def test_a_rank_that_does_not_come_ends_the_sweep() -> None:
+    def says(report: str) -> str:
+        raise RankError("rank 0 waited 300 s for rank 1")
+
+    with pytest.raises(RankError):
+        Sweep(World(), ranks=OtherRank(says)).captured()
+
+
+def test_other_ranks_draw_no_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sweep, "tqdm", lambda rows, desc, disable: shown.append((desc, disable)) or rows)
+    for rank in (0, 1):
+        s = Sweep(World())
+        s.world.served.log.rank = rank
+        s.captured()
+    # None: a bar where a terminal is attached.
+    assert shown == [("Capturing full-layer", None), ("Capturing full-layer", True)]
+
+
+def test_dspark_collects_every_layer_it_promised() -> None:
+    s = Sweep(World())
+    s.world.model.dspark_layers_to_capture = [1, 3, 5]
+    bank = s.captured()
+    assert bank.captured_layers == (1, 3)
+    assert bank.buckets == BUCKETS
+    calls = [layer.calls for layer in s.world.model.layers]
+    s.startup.visit(bank, s.dummies.batch(4), lambda live, batch: bank.replay(4, live, batch))
+    # The rest of the model ran too: the step needs layer 5's hidden states.
+    assert [a.calls - b for a, b in zip(s.world.model.layers, calls, strict=True)] == [0] * LATE + [1, 1]
+
+
+class Scripted:
+    """Trial times by bucket: (eager, replayed)."""
+
+    def __init__(self, s: Sweep, times: dict[int, tuple[float, float]]) -> None:
+        self.tried: list[int] = []
+        self.s, self.times = s, times
+        s.startup._try = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, bank: Bank, bucket: int, batch_of: Any) -> Trial:
+        self.tried.append(bucket)
+        return Trial(bucket, bucket - 1, *self.times[bucket])
+
+
+def test_the_ladder_ends_where_replays_stop_paying(
+    lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "largest_winner", lambda buckets, run: (8, [run(16), run(8)]))
+    s = Sweep(World(), cuda=True)
+    scripted = Scripted(s, {16: (1.0, 2.0), 8: (1.0, 0.5)})
+    bank = s.captured(trim=True)
+    assert scripted.tried == [16, 8]
+    assert bank.planned == bank.buckets == (4, 8)
+    assert 'dsv4-graphs: trimmed bank=full-layer rows=16..16 reason="eager is as fast there"' in lines()
+    assert "dsv4-graphs: trial bank=full-layer bucket=16 rows=15 eager_s=1.000 replayed_s=2.000" in lines()
+
+
+@pytest.mark.parametrize(("cuda", "trim"), [(False, True), (True, False)])
+def test_the_ladder_is_kept_where_nobody_asks_or_time_means_nothing(cuda: bool, trim: bool) -> None:
+    s = Sweep(World(), cuda=cuda)
+    scripted = Scripted(s, {})
+    assert s.captured(trim=trim).buckets == BUCKETS
+    assert scripted.tried == []
+
+
+@pytest.mark.parametrize(("other", "wins"), [("9.0 0.1", True), ("9.0 5.0", False), ("1.0 0.1", False)])
+def test_a_trial_takes_the_slowest_replay_and_the_fastest_eager_run(other: str, wins: bool) -> None:
+    ranks = OtherRank(lambda report: "")
+    s = Sweep(World(), cuda=True, ranks=ranks)
+    bank = s.captured()
+    # Eager runs and replays alternate: 3 s and 2 s here.
+    s.device.times = lambda n: 3.0 if n % 2 else 2.0
+    ranks.says = lambda report: other
+    trial = s.startup._try(bank, 8, s.dummies.batch)
+    assert ranks.reports[-1] == "3.0 2.0"
+    assert (trial.bucket, trial.rows) == (8, 5)
+    assert trial.wins is wins
+    assert bank.buckets == BUCKETS  # the trial's own graph is thrown away
+    assert s.device.releases > 0
+
+
+def test_a_trial_that_cannot_be_captured_loses_on_all_ranks() -> None:
+    for here, there in ((False, True), (True, False)):
+        ranks = OtherRank(lambda report: "")
+        s = Sweep(World(), cuda=True, ranks=ranks)
+        bank = s.captured()
+        ranks.says = lambda report, there=there: "OutOfMemoryError: no room" if there else "9.0 0.1"
+        if here:
+            s.startup._capture_one = lambda *args: "OutOfMemoryError: no room"  # type: ignore[method-assign,assignment]
+        assert not s.startup._try(bank, 8, s.dummies.batch).wins
+
+
+class EngineTail:
+    """The engine's own tail runner: waits to be told that a full chunk has run."""
+
+    def __init__(self) -> None:
+        self.ready_rows: list[int] = []
+        self.runner = SimpleNamespace(ready=self.ready_rows.append)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_engines_tail_is_driven_where_it_stays_in_charge(ours: bool) -> None:
+    s = Sweep(World(late=True), chunk=24)
+    s.world.model.decoder_replay_tail = tail = EngineTail()
+    if ours:
+        bank = s.captured(first=LATE, last=LAYERS)
+        assert bank.layers.first == LATE
+        assert bank.buckets
+    else:
+        s.captured(first=0, last=LATE)
+    s.dummies.runs.clear()
+    s.world.model.seen_tails.clear()
+    s.startup.drive_engine_tail()
+    assert tail.ready_rows == ([] if ours else [24])
+    assert s.dummies.runs == ([] if ours else [("layers", 128)])
+    assert s.world.model.seen_tails == ([] if ours else [tail])
+
+
+def test_no_engine_tail_is_nothing_to_drive() -> None:
+    s = Sweep(World(late=True))
+    s.startup.grow()
+    s.dummies.runs.clear()
+    s.startup.open_engine_tail()
+    s.startup.drive_engine_tail()
+    del s.world.model.decoder_replay_tail  # 0.5.22
+    s.startup.drive_engine_tail()
+    assert s.dummies.runs == []
+
+
+def test_the_rehearsal_runs_everything_on_the_serving_stream() -> None:
+    s = Sweep(World())
+    s.dummies.most_rows = 60
+    s.world.served.replays["full-layer", 64] = 3
+    s.startup.rehearse("stream")
+    assert s.dummies.runs == [("whole", 60)]
+    assert s.device.streams == ["stream"]
+    assert not s.world.served.replays  # a rehearsal is nobody's request
+
+
+def test_the_summary_counts_memory_and_graphs_of_all_banks(lines: Callable[[], list[str]]) -> None:
+    s = Sweep(World())
+    s.device.free = 10 << 30
+    s.captured()
+    s.startup.release()
+    assert s.device.releases == 1
+    s.device.free = 8 << 30
+    s.startup.summary()
+    assert lines()[-1].startswith(
+        f"dsv4-graphs: captured bank=total graphs=3 segments={3 * (LATE + 1)} gib=2.000 "
+        "free_gib_before=10.000 free_gib_after=8.000 seconds="
+    )

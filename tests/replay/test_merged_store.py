@@ -1,0 +1,135 @@
+"""May the store of a layer's K wait until its attention begins? Only if nothing in between reads the window cache.
+
+Looked at in eager steps of the engine's own model: every tensor operation that touches a layer's window cache, with
+the layer's store and attention around it. And what merging is for: one break and one segment less per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, Servers
+
+pytestmark = pytest.mark.engine
+
+MERGED, LEAN = "SGLANG_DSV4_EAGER_GRAPH_MERGED_KV_STORE", "SGLANG_DSV4_EAGER_GRAPH_LEAN_BREAKS"
+ONE_BUCKET = {FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"}
+# (what happened, layer): "store begins", "store ends", "attention", or an operation on the layer's window cache.
+Event = tuple[str, int]
+
+
+@contextmanager
+def window_events(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+    """What happens to the window caches of ``runner`` within the block, in order."""
+    from sglang.srt.models.deepseek_v4 import MQALayer
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    events: list[Event] = []
+    caches = {cache.untyped_storage().data_ptr(): i for i, cache in enumerate(runner.token_to_kv_pool.swa)}
+    store, attend = MQALayer._compute_kv_to_cache, runner.attn_backend.forward
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            from sglang_dsv4_graphs.bank.tape_ops import tensors_in
+
+            for tensor in tensors_in([*args, *(kwargs or {}).values()]):
+                layer = caches.get(tensor.untyped_storage().data_ptr())
+                if layer is not None:
+                    events.append((str(func), layer))
+            return func(*args, **(kwargs or {}))
+
+    def noted_store(attention: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append(("store begins", attention.layer_id))
+        result = store(attention, *args, **kwargs)
+        events.append(("store ends", attention.layer_id))
+        return result
+
+    def noted_attention(*args: Any, **kwargs: Any) -> Any:
+        events.append(("attention", kwargs["layer"].layer_id))
+        return attend(*args, **kwargs)
+
+    with monkeypatch.context() as patch, Watch():
+        patch.setattr(MQALayer, "_compute_kv_to_cache", noted_store)
+        patch.setattr(runner.attn_backend, "forward", noted_attention)
+        yield events
+
+
+def operations(events: list[Event], layer: int, after: str, before: str) -> list[str]:
+    """Operations on any layer's window cache between two events of ``layer``."""
+    start, end = events.index((after, layer)), events.index((before, layer))
+    assert start < end
+    return [what for what, _ in events[start + 1 : end]]
+
+
+def test_every_kind_of_layer_is_there(servers: Servers) -> None:
+    shape = servers.shared("eager", ONE_BUCKET, startup=False).runner.shape
+    kinds = {(ratio, i in shape.kv_sources) for i, ratio in enumerate(shape.compress_ratios)}
+    assert kinds == {(0, False), (1, True), (1, False), (2, True), (2, False)}
+    # And index sources that own no KV, which read other layers' keys.
+    assert set(shape.index_sources) - set(shape.kv_sources)
+
+
+@pytest.mark.parametrize("prefix", [0, 61, 200])
+def test_nothing_reads_the_window_between_store_and_attention(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, prefix: int
+) -> None:
+    from sglang_dsv4_graphs.cpu_engine import Request
+
+    runner = servers.shared("eager", ONE_BUCKET, startup=False).runner
+    runner.reset_pools()
+    requests = [Request.of(prefix + 150, 1), Request.of(40, 2)]
+    if prefix:
+        runner.extend(requests[:1], [prefix])
+    batch = runner.batch(requests)
+    with window_events(runner, monkeypatch) as events:
+        runner.forward(batch)
+    for layer in range(runner.shape.layers):
+        of_layer = [what for what, i in events if i == layer]
+        assert (of_layer.count("store begins"), of_layer.count("attention")) == (1, 1), layer
+        # The watch sees the store write and the attention read: silence in between is no blindness.
+        assert any("index_copy_" in what for what in operations(events, layer, "store begins", "store ends"))
+        assert any("index" in what for what in of_layer[of_layer.index("attention") :])
+        assert operations(events, layer, "store ends", "attention") == [], layer
+        assert of_layer[0] == "store begins", layer
+
+
+def test_a_read_in_between_would_show(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_dsv4_graphs.cpu_engine import Request
+
+    runner = servers.shared("eager", ONE_BUCKET, startup=False).runner
+    runner.reset_pools()
+    backend, sources = runner.attn_backend, runner.attn_backend.forward_low_ratio_sources
+
+    def reading(*, layer: Any, **kwargs: Any) -> None:
+        runner.token_to_kv_pool.swa[layer.layer_id].sum()
+        sources(layer=layer, **kwargs)
+
+    monkeypatch.setattr(backend, "forward_low_ratio_sources", reading)
+    batch = runner.batch([Request.of(60, 1)])
+    with window_events(runner, monkeypatch) as events:
+        runner.forward(batch)
+    found = [i for i in range(runner.shape.layers) if operations(events, i, "store ends", "attention")]
+    assert found == runner.shape.index_sources
+
+
+@pytest.mark.parametrize("lean", ["0", "1"])
+def test_merging_saves_a_break_and_a_segment_per_layer(servers: Servers, lean: str) -> None:
+    counts: dict[str, dict[str, tuple[int, int]]] = {}
+    for merged in ("0", "1"):
+        server = servers.own(ONE_BUCKET | {MERGED: merged, LEAN: lean})
+        banks = {name: server.bank(name) for name in (FULL_LAYER, DECODER_REPLAY)}
+        recordings = {name: bank.recording(bank.buckets[0]) for name, bank in banks.items()}
+        counts[merged] = {name: (r.segments, r.breaks) for name, r in recordings.items()}
+        shape, late = server.runner.shape, server.model.late_layer_start
+        layers = {FULL_LAYER: range(late), DECODER_REPLAY: range(late, shape.layers)}
+        for name, of_bank in layers.items():
+            sources = sum(i in shape.index_sources for i in of_bank)
+            # Attention and sources break, and the stores where they are not merged.
+            breaks = len(of_bank) + sources + (0 if merged == "1" else len(of_bank))
+            assert counts[merged][name] == (breaks + 1, breaks), (merged, name)
+    for name, of_bank in layers.items():
+        assert counts["0"][name][1] - counts["1"][name][1] == len(of_bank)
