@@ -47,10 +47,12 @@ class Startup:
         device: Device,
         chunk_size: int | None,
         strict: bool,
+        extra_rows: int = 0,
     ) -> None:
         self.served = served
         self.dummies = dummies
         self.chunk_size = chunk_size
+        self._extra_rows = extra_rows
         self.banks: list[Bank] = []
         self._backend = backend
         self._make_guard = make_guard
@@ -66,7 +68,7 @@ class Startup:
     def largest_step(self) -> int:
         """Tokens of the largest prefill step this server runs or captures."""
         chunk = self.chunk_size if self.chunk_size and self.chunk_size > 0 else UNCHUNKED_ROWS
-        return max(chunk, self.served.settings.full_layer_max_tokens)
+        return max(chunk + self._extra_rows, self.served.settings.full_layer_max_tokens)
 
     def make_bank(self, name: str, first: int, last: int, buckets: tuple[int, ...]) -> Bank:
         """An empty bank over layers ``[first, last)``."""

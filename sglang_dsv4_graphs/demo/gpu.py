@@ -82,7 +82,8 @@ class Server:
     @property
     def times(self) -> Times:
         """Milliseconds per prompt length, as far as measured."""
-        rows = [json.loads(line.removeprefix(serve.ROW)) for line in self.log.splitlines() if serve.ROW in line]
+        lines = [line for line in self.log.splitlines() if line.startswith(serve.ROW)]
+        rows = [json.loads(line.removeprefix(serve.ROW)) for line in lines]
         return {row["length"]: row["ms"] for row in rows}
 
     def show_news(self) -> None:

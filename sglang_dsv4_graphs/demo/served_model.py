@@ -46,7 +46,7 @@ def config_dict() -> dict[str, Any]:
 
 
 def _attention() -> dict[str, Any]:
-    scaling = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1}
+    scaling = {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1}
     return {
         "num_attention_heads": 64,
         "num_key_value_heads": 1,

@@ -88,6 +88,8 @@ def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: plug
         ranks=Ranks(parallel.tp_rank, parallel.tp_size, group),
         device=Device(str(runner.device)),
         chunk_size=engine.get_schedule().chunked_prefill_size,
+        # A mixed chunk carries decode rows beside a full chunk.
+        extra_rows=int(runner.max_running_requests) if engine.get_schedule().enable_mixed_chunk else 0,
         strict=served.settings.strict,
     )
 

@@ -22,6 +22,7 @@ SERVER = {
     "pool_borrowing": "graph-pool borrowing",
     "forward_hooks": "forward hooks",
     "decode_only": "disaggregated decode",
+    "prefill_graph": "prefill graph",
 }
 STEP = {
     "speculative": "speculative verify or draft",

@@ -6,6 +6,10 @@ the layer's store and attention around it. And what merging is for: one break an
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,3 +137,35 @@ def test_merging_saves_a_break_and_a_segment_per_layer(servers: Servers, lean: s
             assert counts[merged][name] == (breaks + 1, breaks), (merged, name)
     for name, of_bank in layers.items():
         assert counts["0"][name][1] - counts["1"][name][1] == len(of_bank)
+
+
+# The engine's own attention backend needs a GPU; what it could read is in its source.
+
+WINDOW_CACHE = re.compile(r"swa_key_buffer|swa_kv_pool|swa_k_cache")
+
+
+def source_of_everything_called(start: str) -> dict[str, str]:
+    """Sources, by name, of a method of the engine's backend and of all that it calls within its module."""
+    from sglang.srt.layers.attention import deepseek_v4_backend as module
+
+    backend = module.DeepseekV4AttnBackend
+    found: dict[str, str] = {}
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        function = getattr(backend, name, None) or getattr(module, name, None)
+        function = inspect.unwrap(function) if callable(function) else None
+        if name in found or not inspect.isfunction(function) or function.__module__ != module.__name__:
+            continue
+        found[name] = inspect.getsource(function)
+        calls = [node.func for node in ast.walk(ast.parse(textwrap.dedent(found[name]))) if isinstance(node, ast.Call)]
+        waiting += [call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls]
+    return found
+
+
+def test_the_engines_sources_do_not_touch_the_window_cache() -> None:
+    sources = source_of_everything_called("forward_low_ratio_sources")
+    assert len(sources) > 5
+    assert [name for name, text in sources.items() if WINDOW_CACHE.search(text)] == []
+    attention = source_of_everything_called("forward")
+    assert [name for name, text in attention.items() if WINDOW_CACHE.search(text)]
