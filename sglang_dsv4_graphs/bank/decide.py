@@ -69,7 +69,6 @@ class StepFacts:
     context_parallel: bool = False
     separate_global_ids: bool = False
     unbounded_moe_count: bool = False
-    captured_layers: bool = False
 
 
 _STEP_REASONS = (
@@ -79,7 +78,6 @@ _STEP_REASONS = (
     ("context_parallel", "context-parallel step"),
     ("separate_global_ids", "global token ids differ from local ones"),
     ("unbounded_moe_count", "MoE row count that a graph cannot own"),
-    ("captured_layers", "hidden states of layers inside the range"),
 )
 TOO_MANY_ROWS = "more rows than the largest bucket"
 NO_ROWS = "no rows"

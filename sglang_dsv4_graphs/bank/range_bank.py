@@ -41,10 +41,13 @@ class RangeBank:
         if bucket is None:
             served.count_fallback(self.name, RETIRED if bank.retired else rows_reason(rows), rows)
             return None
+        moved: MovedBufferError | None = None
         try:
             bank.check(bucket)
-        except MovedBufferError as moved:
-            served.moved(bank, moved)
+        except MovedBufferError as e:
+            moved = e
+        if served.ranks.any(moved is not None):
+            served.retire(bank, moved)
             served.count_fallback(self.name, RETIRED, rows)
             return None
         return bucket

@@ -17,6 +17,7 @@ import pluggy
 from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.decide import StepFacts, step_reason
 from sglang_dsv4_graphs.bank.guard import MovedBufferError
+from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.views import Takeover, step_view
 from sglang_dsv4_graphs.engine import Engine
 from sglang_dsv4_graphs.log import RankLog
@@ -58,6 +59,7 @@ class ServedModel:
         self.ready = False
         self._manager = manager
         self.plain_loop: Loop | None = None
+        self.ranks = Ranks(0, 1)
         self._forced: Callable[[Step], list[Takeover]] | None = None
 
     @property
@@ -139,12 +141,17 @@ class ServedModel:
         self.fallbacks[bank, reason] += 1
         self.log.once(("fallback", bank, reason), "fallback", bank=bank, reason=reason, rows=rows)
 
-    def moved(self, bank: Bank, error: MovedBufferError) -> None:
-        """A buffer that a bank's graphs read has moved: the whole bank is retired, or the server stops."""
-        self.log.error("moved-buffer", reason=str(error))
-        bank.retire(str(error))
-        if self.settings.strict:
-            raise error
+    def retire(self, bank: Bank, moved: MovedBufferError | None) -> None:
+        """A buffer that a bank's graphs read has moved, here or (None) on another rank: no rank replays it again.
+
+        Raises:
+            MovedBufferError: in strict mode, on the rank where it moved.
+        """
+        reason = "a guarded buffer moved on another rank" if moved is None else str(moved)
+        self.log.error("moved-buffer", bank=bank.name, reason=reason)
+        bank.retire(reason)
+        if self.settings.strict and moved is not None:
+            raise moved
 
     @contextmanager
     def forced(self, takeovers: Callable[[Step], list[Takeover]]) -> Iterator[None]:

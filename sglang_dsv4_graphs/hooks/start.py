@@ -80,12 +80,13 @@ def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: plug
         return AddressGuard(buffers, model_weights(model, model.start_layer, model.end_layer))
 
     group = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
+    served.ranks = Ranks(parallel.tp_rank, parallel.tp_size, group)
     return Startup(
         served=served,
         dummies=Dummies(engine, runner, model),
         backend=make_backend(engine, served, runner, manager),
         make_guard=guard,
-        ranks=Ranks(parallel.tp_rank, parallel.tp_size, group),
+        ranks=served.ranks,
         device=Device(str(runner.device)),
         chunk_size=engine.get_schedule().chunked_prefill_size,
         # A mixed chunk carries decode rows beside a full chunk.

@@ -1,0 +1,266 @@
+"""What the patches call: models are found again, startup comes in two parts, and only strict lets errors out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sglang_dsv4_graphs.bank.decide import ServerFacts  # noqa: E402
+from sglang_dsv4_graphs.bank.served import ServedModel  # noqa: E402
+from sglang_dsv4_graphs.bank.views import ModelView  # noqa: E402
+from sglang_dsv4_graphs.extend import hookimpl, make_manager  # noqa: E402
+from sglang_dsv4_graphs.hooks import runtime as module  # noqa: E402
+from sglang_dsv4_graphs.hooks.runtime import Runtime  # noqa: E402
+from sglang_dsv4_graphs.log import RankLog  # noqa: E402
+from sglang_dsv4_graphs.settings import Settings  # noqa: E402
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList()
+
+
+class Runner:
+    """A model runner whose model holds ``decoders`` somewhere inside."""
+
+    device = "cuda"
+
+    def __init__(self, *decoders: Decoder, is_draft_worker: bool = False) -> None:
+        self.model = torch.nn.Module()
+        self.model.inner = torch.nn.ModuleList(decoders)
+        self.is_draft_worker = is_draft_worker
+
+
+class Process:
+    """A runtime whose startup parts are noted, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, facts: ServerFacts, **settings: Any) -> None:
+        self.done: list[tuple[str, ServedModel]] = []
+        self.fails: dict[str, Exception] = {}
+        self.manager = make_manager(third_parties=False)
+        engine = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=0))
+        self.runtime = Runtime(engine, Settings(**settings), self.manager, RankLog())  # type: ignore[arg-type]
+        monkeypatch.setattr(module, "server_facts", lambda *args: facts)
+        monkeypatch.setattr(module, "begin", self.begin)
+        monkeypatch.setattr(module, "finish", self.finish)
+
+    def _do(self, part: str, served: ServedModel) -> None:
+        self.done.append((part, served))
+        if part in self.fails:
+            raise self.fails[part]
+
+    def begin(self, engine: Any, served: ServedModel, runner: Any, manager: Any) -> Any:
+        self._do("begin", served)
+        return SimpleNamespace(served=served)
+
+    def finish(self, startup: Any, runner: Any, manager: Any) -> None:
+        self._do("finish", startup.served)
+        startup.served.ready = True
+
+    def build(self) -> Decoder:
+        decoder = Decoder()
+        self.runtime.after_model_built(None, decoder, "config")
+        return decoder
+
+    def served(self, decoder: Decoder) -> ServedModel:
+        served = self.runtime.served(decoder)
+        assert served is not None
+        return served
+
+    def start(self, runner: Runner) -> None:
+        self.runtime.before_captures(model_runner=runner, eager_runner=None)
+        self.runtime.before_startup(runner)
+
+
+ORDINARY = ServerFacts(device="cuda")
+PARTS = ["begin", "finish"]
+
+
+def test_a_built_model_is_known_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    seen: list[ServedModel] = []
+
+    class Built:
+        @hookimpl
+        def dsv4_graphs_model_built(self, served: ServedModel) -> None:
+            seen.append(served)
+
+    process.manager.register(Built())
+    decoder = process.build()
+    assert seen == [process.served(decoder)]
+    assert process.runtime.served(Decoder()) is None
+    assert process.served(decoder).model is decoder
+
+
+def test_every_model_has_its_own_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    one, two = process.build(), process.build()
+    assert process.served(one) is not process.served(two)
+    process.start(Runner(two))
+    assert process.done == [(part, process.served(two)) for part in PARTS]
+    assert not process.served(one).ready
+
+
+def test_the_loop_of_a_known_model_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    decoder = process.build()
+    calls: list[Any] = []
+    monkeypatch.setattr(process.served(decoder), "run_loop", lambda loop, *args: calls.append((loop, args)) or "ours")
+
+    def loop(*args: Any) -> Any:
+        return ("plain", args)
+
+    around = process.runtime.around_layer_loop
+    assert around(loop, decoder, 1, 2) == "ours"
+    assert calls == [(loop, (1, 2))]
+    # A model that was built before us, and a view of ours inside a range.
+    other = Decoder()
+    assert around(loop, other, 1, 2) == ("plain", (other, 1, 2))
+    view = ModelView(decoder, start_layer=0)
+    assert around(loop, view, 1, 2) == ("plain", (view, 1, 2))
+    assert len(calls) == 1
+
+
+def test_startup_in_two_parts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    decoder = process.build()
+    runner = Runner(Decoder(), decoder)
+    process.runtime.before_captures(model_runner=runner, eager_runner=None, force_for_draft_worker=False)
+    assert [part for part, _ in process.done] == ["begin"]
+    for _ in range(2):
+        process.runtime.before_startup(runner)
+    assert [part for part, _ in process.done] == PARTS
+    process.start(runner)
+    assert [part for part, _ in process.done] == PARTS
+
+
+def test_startup_where_the_engine_captures_no_prefill_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    process.runtime.before_startup(Runner(process.build()))
+    assert [part for part, _ in process.done] == PARTS
+
+
+def test_a_drafts_runner_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    process.start(Runner(process.build(), is_draft_worker=True))
+    assert process.done == []
+
+
+def test_hooks_return_nothing_that_the_engine_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A BEFORE hook's result replaces the arguments, an AFTER hook's the result."""
+    process = Process(monkeypatch, ORDINARY)
+    runner = Runner(process.build())
+    assert process.runtime.after_model_built(None, Decoder()) is None
+    assert process.runtime.before_captures(model_runner=runner) is None
+    assert process.runtime.before_startup(runner) is None
+
+
+def test_ranks_are_known_from_startup_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    process.runtime.engine.get_parallel = lambda: SimpleNamespace(tp_rank=3)
+    process.start(Runner(process.build()))
+    assert process.runtime.log.rank == 3
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_server_that_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
+    process = Process(monkeypatch, ServerFacts(device="cuda", lora=True), strict=strict)
+    runner = Runner(process.build())
+    if strict:
+        with pytest.raises(RuntimeError, match="SGLANG_DSV4_GRAPHS_STRICT=1 and prefill stays eager: LoRA: "):
+            process.start(runner)
+    else:
+        process.start(runner)
+        process.start(runner)
+    assert process.done == []
+    assert caplog.messages == ['dsv4-graphs: eager reason="LoRA: adapters change what the layers compute"']
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_startup_that_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str, strict: bool
+) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
+    process = Process(monkeypatch, ORDINARY, strict=strict)
+    process.fails[part] = torch.OutOfMemoryError("no room\nat all")
+    decoder = process.build()
+    runner = Runner(decoder)
+    if strict:
+        with pytest.raises(torch.OutOfMemoryError):
+            process.start(runner)
+        return
+    process.start(runner)
+    served = process.served(decoder)
+    assert not served.ready
+    assert served.stand_down == "startup failed: OutOfMemoryError: no room\nat all"
+    line = 'dsv4-graphs: eager reason="startup failed: OutOfMemoryError: no room at all"'
+    assert [m for m in caplog.messages if m.startswith("dsv4-graphs:")] == [line]
+    done = list(process.done)
+    process.start(runner)  # not tried again
+    assert process.done == done
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_extension_that_fails_on_a_built_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    """The engine's model must still be built; what the extension would have added is unknown, so it stays eager."""
+
+    class Fails:
+        @hookimpl
+        def dsv4_graphs_model_built(self, served: ServedModel) -> None:
+            raise OSError("no such device")
+
+    caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
+    process = Process(monkeypatch, ORDINARY, strict=strict)
+    process.manager.register(Fails())
+    if strict:
+        with pytest.raises(OSError, match="no such device"):
+            process.build()
+        return
+    decoder = process.build()
+    process.start(Runner(decoder))
+    assert process.done == []
+    assert 'dsv4-graphs: eager reason="startup failed: OSError: no such device"' in caplog.messages
+    calls: list[Any] = []
+    process.runtime.around_layer_loop(lambda *args: calls.append(args), decoder, *range(7))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("supplied", "ours"), [(False, False), (True, True)])
+def test_a_supplied_backend_makes_its_device_capturable(
+    monkeypatch: pytest.MonkeyPatch, supplied: bool, ours: bool
+) -> None:
+    class Supplies:
+        @hookimpl
+        def dsv4_graphs_backend(self, device: str) -> str | None:
+            return "tape" if device == "cpu" else None
+
+    process = Process(monkeypatch, ServerFacts(device="cpu"))
+    if supplied:
+        process.manager.register(Supplies())
+    decoder = process.build()
+    runner = Runner(decoder)
+    runner.device = "cpu"
+    process.start(runner)
+    assert process.served(decoder).ready is ours
+
+
+def test_a_model_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    process.build()
+    gc.collect()
+    kept = process.build()
+    assert len(process.runtime._served) <= 2
+    assert process.served(kept).model is kept

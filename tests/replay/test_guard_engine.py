@@ -1,0 +1,172 @@
+"""A buffer that moved between steps: the bank is retired before a graph reads the old place, and the step is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.replay.judge import Judge, same
+from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, Server, Servers
+from tests.replay.story import Story
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "128"}
+RETIRED = "bank retired"
+
+
+@pytest.fixture
+def extension() -> Iterator[Any]:
+    """The example's module, with a buffer as after the largest step."""
+    from tests.replay import example_guard
+
+    example_guard.workspace = None
+    example_guard.grow(64)
+    yield example_guard
+    example_guard.workspace = None
+
+
+def address_of(tensor: Any) -> str:
+    return hex(tensor.data_ptr())
+
+
+def retired_with(server: Server, buffer: str, before: str, now: str) -> None:
+    """Both banks said which bucket's graph read what, and where it lay and lies."""
+    for name in (FULL_LAYER, DECODER_REPLAY):
+        (line,) = server.log.having("moved-buffer", f"bank={name} ")
+        assert re.search(rf"bank={name} bucket=\d+ buffer={re.escape(buffer)} moved: ", line), line
+        assert f"captured at {before}, now at {now};" in line, line
+        assert server.bank(name).retired
+        assert server.bank(name).buckets == ()
+
+
+def test_the_example_is_an_extension(extension: Any) -> None:
+    """pluggy finds its hook, under the specification's name and arguments."""
+    from sglang_dsv4_graphs.extend import make_manager
+
+    manager = make_manager(third_parties=False)
+    manager.register(extension)
+    manager.check_pending()
+    assert [i.plugin for i in manager.hook.dsv4_graphs_guard.get_hookimpls()] == [extension]
+
+
+def test_a_buffer_that_stays_is_no_reason(servers: Servers, extension: Any) -> None:
+    server = servers.own(SETTINGS, extensions=[extension])
+    assert "my-workspace" in server.bank(FULL_LAYER).guard.names
+    story = Story(server, Judge.of(server))
+    for step in ({"a": 60}, {"a": 1, "b": 100}):
+        extension.workspace.fill_(7.0)  # rewritten in place: that is what buffers are for
+        story.step(step)
+    assert server.log.having("moved-buffer") == []
+
+
+@pytest.mark.parametrize("to", ["elsewhere", "nowhere"])
+def test_a_moved_buffer_retires_the_banks(servers: Servers, extension: Any, to: str) -> None:
+    server = servers.own(SETTINGS, extensions=[extension])
+    story = Story(server, Judge.of(server))
+    story.step({"a": 60})
+    held, before = extension.workspace, address_of(extension.workspace)
+    if to == "elsewhere":
+        extension.grow(128)
+        now = address_of(extension.workspace)
+    else:
+        extension.workspace = None
+        now = "nowhere"
+    batch = story.batch({"a": 30, "b": 20})
+    right = server.eager_tail(batch)
+    step, replays, fallbacks = server.new_counts(lambda: server.runner.forward(batch))
+    assert held is not extension.workspace
+    assert replays == {}
+    assert fallbacks == {(FULL_LAYER, RETIRED): 1, (DECODER_REPLAY, RETIRED): 1}
+    assert same(step.tail, right)
+    retired_with(server, "my-workspace", before, now)
+    # For good: coming back to the old place is no reason to trust what the graphs read.
+    extension.workspace = held
+    _, replays, fallbacks = server.new_counts(lambda: server.runner.forward(story.batch({"c": 5})))
+    assert replays == {}
+    assert set(fallbacks) == {(FULL_LAYER, RETIRED), (DECODER_REPLAY, RETIRED)}
+    assert len(server.log.having("moved-buffer")) == 2
+
+
+def test_the_first_buffer_after_the_captures_is_a_move(servers: Servers, extension: Any) -> None:
+    extension.workspace = None
+    server = servers.own(SETTINGS, extensions=[extension])
+    story = Story(server, Judge.of(server))
+    story.step({"a": 60})
+    extension.grow(64)
+    server.runner.forward(story.batch({"a": 30}))
+    retired_with(server, "my-workspace", "nowhere", address_of(extension.workspace))
+
+
+def test_a_costly_probe_is_asked_at_captures_only(servers: Servers, extension: Any) -> None:
+    from sglang_dsv4_graphs.bank.guard import GuardedBuffer, MovedBufferError
+    from sglang_dsv4_graphs.extend import hookimpl
+
+    asked: list[Any] = []
+
+    class Costly:
+        @hookimpl
+        def dsv4_graphs_guard(self, probe: Any) -> list[GuardedBuffer]:
+            asked.append(probe)
+            return [GuardedBuffer("costly", lambda: (asked.append(1), extension.workspace)[1], cheap=False)]
+
+    server = servers.own(SETTINGS, extensions=[Costly()])
+    assert (asked[0].model_runner, asked[0].model) == (server.runner, server.model)
+    assert asked[0].attn_backend is server.runner.attn_backend
+    story, before = Story(server, Judge.of(server)), len(asked)
+    extension.workspace = extension.workspace.clone()
+    story.step({"a": 60})
+    assert len(asked) == before
+    with pytest.raises(MovedBufferError, match="buffer=costly moved"):
+        server.bank(FULL_LAYER).check(64, everything=True)
+
+
+def test_strict_stops_at_a_moved_buffer(servers: Servers, extension: Any) -> None:
+    from sglang_dsv4_graphs.bank.guard import MovedBufferError
+
+    server = servers.own({**SETTINGS, "SGLANG_DSV4_GRAPHS_STRICT": "1"}, extensions=[extension])
+    story = Story(server, Judge.of(server))
+    story.step({"a": 60})
+    before = address_of(extension.workspace)
+    extension.grow(128)
+    with pytest.raises(MovedBufferError) as raised:
+        server.runner.forward(story.batch({"a": 30}))
+    error = raised.value
+    assert (error.bank, error.bucket, error.buffer) == (FULL_LAYER, 64, "my-workspace")
+    assert f"captured at {before}, now at {address_of(extension.workspace)}" in str(error)
+
+
+def in_place_of_its_storage(module: Any, name: str) -> None:
+    """An update that gives a parameter other memory."""
+    parameter = getattr(module, name)
+    parameter.data = parameter.data.clone()
+
+
+def in_place_of_the_parameter(module: Any, name: str) -> None:
+    """An update that puts another parameter in the layer."""
+    from torch import nn
+
+    setattr(module, name, nn.Parameter(getattr(module, name).data.clone(), requires_grad=False))
+
+
+@pytest.mark.parametrize("move", [in_place_of_its_storage, in_place_of_the_parameter])
+@pytest.mark.parametrize("layer", [0, -1])
+def test_a_moved_weight_is_found_within_a_few_steps(servers: Servers, layer: int, move: Any) -> None:
+    from sglang_dsv4_graphs.bank.guard import WEIGHTS_PER_CHECK
+
+    server = servers.own(SETTINGS)
+    story = Story(server, Judge.of(server))
+    story.step({"a": 60})
+    module = server.model.layers[layer].self_attn.wo_b
+    before = address_of(module.weight)
+    move(module, "weight")
+    # Kept as they were: what the graphs read lies still there, and every step stays right meanwhile.
+    bound = -(-len(list(server.model.parameters())) // WEIGHTS_PER_CHECK)
+    for _ in range(bound):
+        story.run(story.batch({"a": 3}))
+    lines = server.log.having("moved-buffer", f"captured at {before}, now at {address_of(module.weight)}")
+    at = layer % len(server.model.layers)
+    assert any(f"buffer=layers.{at}.self_attn.wo_b.weight moved" in line for line in lines), server.log.lines
