@@ -16,6 +16,8 @@ def line(event: str, /, **values: object) -> str:
     parts = [PREFIX, event] if event else [PREFIX]
     for key, value in values.items():
         text = f"{value:.3f}" if isinstance(value, float) else str(value)
+        if isinstance(value, str):
+            text = " ".join(text.split())  # one line, whatever an error message holds
         if isinstance(value, str) and (not text or any(c in text for c in ' "=')):
             text = '"' + text.replace('"', "'") + '"'
         parts.append(f"{key}={text}")

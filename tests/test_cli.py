@@ -87,9 +87,7 @@ def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_demo_without_an_engine_says_so(
-    installed: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_without_an_engine_says_so(installed: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     installed.setattr(preflight, "installed_version", lambda: None)
     assert cli.main(["demo", "--device", "cpu"]) == 2
     assert "sglang is not installed" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from sglang_dsv4_graphs.demo.layer_calls import LayerCalls
 from sglang_dsv4_graphs.demo.preflight import DemoError
 from sglang_dsv4_graphs.demo.report import BankPart, StepReport
 from tests.distributions import PLUGIN, install_distribution
+from tests.fresh import in_fresh_process
 
 ROOT = Path(__file__).resolve().parent.parent
 LADDER = (64, 128, 256, 384)
@@ -132,61 +134,6 @@ def test_layer_calls_are_counted_at_either_entry() -> None:
 
 # The demo on a CPU
 
-# As the demo's command, with some of the steps, and with what is to be wrong.
-RUN = """
-from sglang_dsv4_graphs.demo import steps
-whole_plan = steps.plan
-steps.plan = lambda ladder: whole_plan(ladder)[{first}:{last}]
-{spoil}
-import sys
-from sglang_dsv4_graphs.cli import main
-sys.exit(main(["demo", "--device", "cpu"]))
-"""
-STALE = """
-from sglang_dsv4_graphs.bank.tape import TapeRecording
-TapeRecording.replay = lambda self: None
-"""
-ONE_ROW_OFF = """
-from sglang_dsv4_graphs.bank.bank import Bank
-replay = Bank.replay
-def wrong(self, bucket, live, batch):
-    outputs = replay(self, bucket, live, batch)
-    if batch.positions[0] == 0 and live.rows == 64:
-        outputs.residual[-1, 0, 0] += 1e-3
-    return outputs
-Bank.replay = wrong
-"""
-WRONG_KV = """
-from sglang_dsv4_graphs.cpu_engine.pool import CpuKVPool
-from sglang_dsv4_graphs.demo.compare import Referee
-memory = Referee._memory
-def spoilt(self, bank):
-    if self.watching:
-        self._runner.token_to_kv_pool.swa[0][5] += 1
-    return memory(self, bank)
-Referee._memory = spoilt
-"""
-NO_UNDO = """
-from sglang_dsv4_graphs.hooks.ledger import Ledger
-Ledger.undo = lambda self: None
-"""
-
-
-def demo(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the plugin's entry point on the path; whether it is installed here does not matter."""
-    import os
-
-    folder = install_distribution(tmp_path / "installed", "sglang-dsv4-graphs", PLUGIN)
-    path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)} | environment,
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=280,
-    )
-
 
 def rows_of(output: str) -> list[list[str]]:
     """The table's lines, cut where two spaces are."""
@@ -195,52 +142,109 @@ def rows_of(output: str) -> list[list[str]]:
     return [re.split(r"  +", line.strip()) for line in lines]
 
 
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder to put on the path; whether the project is installed here does not matter then."""
+    return install_distribution(tmp_path / "installed", "sglang-dsv4-graphs", PLUGIN)
+
+
 @pytest.mark.engine
-def test_demo_passes_and_shows_every_step(tmp_path: Path) -> None:
-    done = demo(tmp_path, "-m", "sglang_dsv4_graphs", "demo", "--device", "cpu")
+def test_demo_passes_and_shows_every_step(installed: Path, tmp_path: Path) -> None:
+    path = [str(installed), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_dsv4_graphs", "demo", "--device", "cpu"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Executed general plugin: dsv4_graphs" in done.stdout
     rows = rows_of(done.stdout)
     assert [row[0] for row in rows] == [str(i) for i in range(1, len(steps.plan(LADDER)) + 1)]
     # Both banks replay, at several buckets; every replay was compared and equal.
-    for at in (5, 7):
-        assert {row[at] for row in rows} >= {"replay 128", "eager"}
+    full_layer, decoder_replay, saved, reason = 5, 7, 9, 11
+    for at in (full_layer, decoder_replay):
         assert {row[at + 1] for row in rows if row[at] != "eager"} == {"0"}
         assert {row[at + 1] for row in rows if row[at] == "eager"} == {"-"}
-    assert {row[5] for row in rows} == {"eager", *(f"replay {bucket}" for bucket in LADDER)}
-    reasons = " ".join(row[11] for row in rows if len(row) > 11)
-    assert "full-layer: more rows than the largest bucket" in reasons
-    assert "decoder-replay: more rows than the largest bucket" in reasons
-    assert "all: multimodal input" in reasons
-    saved = {row[2 + 7] for row in rows if "eager" not in row}
-    assert saved == {"7 of 7"}
-    assert {row[9] for row in rows if row[5] == row[7] == "eager"} == {"0 of 7"}
+    assert {row[full_layer] for row in rows} == {"eager", *(f"replay {bucket}" for bucket in LADDER)}
+    assert {row[decoder_replay] for row in rows} == {"eager", "replay 128", "replay 256"}
+    assert {row[saved] for row in rows if "eager" not in row} == {"7 of 7"}
+    assert {row[saved] for row in rows if row[full_layer] == row[decoder_replay] == "eager"} == {"0 of 7"}
+    assert {row[reason] for row in rows if len(row) > reason} == {
+        "full-layer: more rows than the largest bucket",
+        "decoder-replay: more rows than the largest bucket",
+        "all: multimodal input",
+    }
     assert re.search(r"^demo: passed: \d+ steps, \d+ replays of 2 bank\(s\)", done.stdout, flags=re.MULTILINE)
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("spoil", "problem"),
-    [
-        (STALE, "full-layer differs from eager"),
-        (ONE_ROW_OFF, "step 3: full-layer differs from eager by 0.00"),
-        (WRONG_KV, "full-layer differs from eager by 1"),
-        (NO_UNDO, "uninstalled, but still patched: sglang.srt.models.deepseek_v4.DeepseekV4Model.__init__"),
-    ],
-    ids=["nothing replayed", "one row off", "KV written elsewhere", "not uninstalled"],
-)
-def test_demo_fails_on_what_is_wrong(tmp_path: Path, spoil: str, problem: str) -> None:
-    done = demo(tmp_path, "-c", RUN.format(first=0, last=3, spoil=spoil))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert problem in done.stdout.splitlines()[-2], done.stdout
+def run_three_steps(spoil: str) -> None:
+    """In a fresh process: the demo's first steps, after ``spoil`` (a function here) made something wrong."""
+    from sglang_dsv4_graphs.cli import main
+
+    whole = steps.plan
+    steps.plan = lambda ladder: whole(ladder)[:3]
+    globals()[spoil]()
+    sys.exit(main(["demo", "--device", "cpu"]))
+
+
+def leave_everything_stale() -> None:
+    """Nothing is replayed, and nothing uninstalled."""
+    from sglang_dsv4_graphs.bank.tape import TapeRecording
+    from sglang_dsv4_graphs.hooks.ledger import Ledger
+
+    TapeRecording.replay = lambda self: None  # type: ignore[method-assign]
+    Ledger.undo = lambda self: None  # type: ignore[method-assign]
+
+
+def spoil_two_steps() -> None:
+    """Step 1 writes KV that no eager step writes, step 3 hands on one wrong number in its last row."""
+    from sglang_dsv4_graphs.bank.bank import Bank
+
+    replay = Bank.replay
+
+    def wrong(bank: Any, bucket: int, live: Any, batch: Any) -> Any:
+        outputs = replay(bank, bucket, live, batch)
+        if bank.name == "full-layer" and live.rows == 1:
+            bank.layers._engine.get_attn_backend().token_to_kv_pool.swa[0][5] += 1
+        if bank.name == "full-layer" and live.rows == 64:
+            outputs.residual[-1, 0, 0] += 0.25
+        return outputs
+
+    Bank.replay = wrong  # type: ignore[method-assign]
+
+
+def spoil_nothing() -> None: ...
 
 
 @pytest.mark.engine
-def test_demo_cannot_run_where_the_plugin_is_switched_off(tmp_path: Path) -> None:
-    done = demo(tmp_path, "-m", "sglang_dsv4_graphs", "demo", "--device", "cpu", SGLANG_DSV4_GRAPHS="0")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert 'dsv4-graphs: eager reason="SGLANG_DSV4_GRAPHS=0"' in done.stdout
-    assert "ours installed nothing" in done.stderr
+def test_demo_fails_where_nothing_is_replayed_or_uninstalled(installed: Path) -> None:
+    done = in_fresh_process(run_three_steps, "leave_everything_stale", path=[installed], code=1)
+    (last,) = re.findall(r"^demo: FAILED: (.*)$", done.output, flags=re.MULTILINE)
+    for number in (1, 2, 3):
+        assert f"step {number}: full-layer differs from eager" in last
+        assert f"step {number}: decoder-replay differs from eager" in last
+    assert "still patched: sglang.srt.models.deepseek_v4.DeepseekV4Model.__init__" in last
+
+
+@pytest.mark.engine
+def test_demo_fails_on_a_wrong_slot_and_on_a_wrong_row(installed: Path) -> None:
+    done = in_fresh_process(run_three_steps, "spoil_two_steps", path=[installed], code=1)
+    (last,) = re.findall(r"^demo: FAILED: (.*)$", done.output, flags=re.MULTILINE)
+    assert "step 1: full-layer differs from eager by 1;" in last
+    assert re.search(r"step 3: full-layer differs from eager by 0\.25\b", last)
+    assert "step 2: full-layer" not in last
+    assert "decoder-replay differs" not in last
+
+
+@pytest.mark.engine
+def test_demo_cannot_run_where_the_plugin_is_switched_off(installed: Path) -> None:
+    off = {"SGLANG_DSV4_GRAPHS": "0"}
+    done = in_fresh_process(run_three_steps, "spoil_nothing", path=[installed], env=off, code=2)
+    assert 'dsv4-graphs: eager reason="SGLANG_DSV4_GRAPHS=0"' in done.output
+    assert "ours installed nothing" in done.output
 
 
 # The demo on a GPU, without one
@@ -281,9 +285,7 @@ def servers(monkeypatch: pytest.MonkeyPatch, on: list[str], off: list[str]) -> N
     monkeypatch.setattr(gpu, "measure", measure)
 
 
-def test_gpu_demo_prints_medians_of_both_servers(
-    quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpu_demo_prints_medians_of_both_servers(quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     on = script("loading", CAPTURED, row(64, 40, 50, 900), row(128, 60, 61, 62))
     servers(quick, on, script(row(64, 100, 120, 101), row(128, 61, 61, 61)))
     assert gpu.run(3) == 0

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,15 +199,28 @@ def in_a_process_that_imports_every_model() -> None:
     import sglang.srt.models.registry  # noqa: F401
 
 
-def in_a_process_with_another_plugin() -> dict[str, list[str]]:
+def in_a_process_with_another_plugin() -> dict[str, Any]:
+    """Chains of hooks, and who acts in a call of the loop before and after deactivation."""
     load_plugins()
     import_model()
-    found = {"loop": chain(LOOP), "startup": chain(STARTUP)}
     from sglang_dsv4_graphs import plugin
 
+    another = sys.modules["another_plugin"]
+    installation = plugin.installation()
+    assert installation is not None
+    model = ModuleType("a model that is known to us")
+    installation.runtime._served[model] = SimpleNamespace(run_loop=lambda *args: "ours")  # type: ignore[assignment]
+
+    def call() -> list[str]:
+        another.calls.clear()
+        try:
+            return [*another.calls, raw(LOOP)(model, *range(7)), *another.calls]
+        except AttributeError:  # the engine's own loop wants more of a model
+            return [*another.calls, "the engine's"]
+
+    found = {"loop": chain(LOOP), "startup": chain(STARTUP), "acting": call()}
     plugin.deactivate()
-    found |= {"loop after": chain(LOOP), "startup after": chain(STARTUP)}
-    return found
+    return {**found, "acting after": call()}
 
 
 def in_a_process_like_the_engines() -> float:
@@ -314,7 +327,10 @@ def test_strict_ends_the_process_through_the_engines_model_registry(installed: P
 OTHER = f"""
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+calls = []
+
 def their_loop(original, *args, **kwargs):
+    calls.append("theirs")
     return original(*args, **kwargs)
 
 def their_startup(runner):
@@ -336,8 +352,8 @@ def test_beside_another_plugin_on_the_same_targets(installed: Path, tmp_path: Pa
     assert {k: sorted(v) for k, v in finished.value.items()} == {
         "loop": ["ours", "their_loop"],
         "startup": ["ours", "their_startup"],
-        "loop after": ["their_loop"],
-        "startup after": ["their_startup"],
+        "acting": ["ours", "theirs"],
+        "acting after": ["the engine's", "theirs"],
     }
     assert finished.lines == []
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
-from sglang_dsv4_graphs.bank.range_bank import RangeBank, captured_elsewhere, tail_of
+from sglang_dsv4_graphs.bank.range_bank import RangeBank, tail_of
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.sweep import Startup
 from sglang_dsv4_graphs.bank.views import Takeover
@@ -43,7 +44,7 @@ class DecoderReplayBank(RangeBank):
         startup.capture_all(bank, lambda rows: startup.dummies.batch(rows, DECODER_REPLAY_STEP))
         if bank.buckets:
             startup.open_engine_tail()
-        self.keep(served, bank, {**_ENGINE_TAIL_OFF, **captured_elsewhere(model, first, last)})
+        self.keep(served, bank, _ENGINE_TAIL_OFF)
 
     @hookimpl
     def dsv4_graphs_step(self, step: Step) -> Takeover | None:
@@ -55,6 +56,12 @@ class DecoderReplayBank(RangeBank):
         if bucket is not None:
             return self.takeover(step, bank, bucket)
         return Takeover.of_nothing(**_ENGINE_TAIL_OFF) if bank.buckets else None
+
+    def leave(self, step: Step, bank: Bank, outputs: RangeOutputs) -> Any:
+        if step.capture_dspark:
+            # With a DSpark draft the engine scatters nothing: these rows leave the step.
+            outputs = outputs.cloned()
+        return super().leave(step, bank, outputs)
 
     def in_charge(self, served: ServedModel) -> bool:
         """Whether late layers of ``served`` are this bank's, also where they have no bucket."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import full_layer_buckets
-from sglang_dsv4_graphs.bank.range_bank import RangeBank, captured_elsewhere, tail_of
+from sglang_dsv4_graphs.bank.range_bank import RangeBank, tail_of
 from sglang_dsv4_graphs.bank.served import Step
 from sglang_dsv4_graphs.bank.sweep import Startup
 from sglang_dsv4_graphs.bank.views import Takeover
@@ -56,9 +56,6 @@ class FullLayerBank(RangeBank):
 def full_layer_overrides(model: Any, bank: Bank) -> dict[str, Any]:
     """What of the model the bank replaces in a step beside its layers."""
     first, last = bank.layers.first, bank.layers.last
-    overrides = captured_elsewhere(model, first, last)
     hashed = [i for i, layer in enumerate(model.layers) if getattr(layer, "engram", None) is not None]
-    if hashed and all(first <= i < last for i in hashed):
-        # The graph's own break hashes; hashing before it too would commit the history twice.
-        overrides["engram_hasher"] = None
-    return overrides
+    # The graph's own break hashes; hashing before it too would commit the history twice.
+    return {"engram_hasher": None} if hashed and all(first <= i < last for i in hashed) else {}

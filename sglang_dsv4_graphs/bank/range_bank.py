@@ -91,14 +91,6 @@ class RangeBank:
         self._banks.clear()
 
 
-def captured_elsewhere(model: Any, first: int, last: int) -> dict[str, Any]:
-    """The override that keeps the loop from collecting hidden states that the range ``[first, last)`` collects."""
-    wanted = model.dspark_layers_to_capture
-    if wanted is None:
-        return {}
-    return {"dspark_layers_to_capture": [i for i in wanted if not first <= i < last]}
-
-
 def tail_of(step: Step) -> Any:
     """The step's late-layer tail, or None without bounded replay."""
     if step.served.model.late_layer_start is None:

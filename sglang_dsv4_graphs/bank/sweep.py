@@ -153,9 +153,6 @@ class Startup:
         if last < model.end_layer and not model.dspark_layers_to_capture:
             # Nobody needs the rest of the model; with DSpark the step must collect every layer it promised.
             overrides |= {"end_layer": last, "late_layer_start": None}
-        if model.dspark_layers_to_capture:
-            rest = [i for i in model.dspark_layers_to_capture if not first <= i < last]
-            overrides["dspark_layers_to_capture"] = rest
 
         def takeovers(step: Step) -> list[Takeover]:
             def run(state: Any, positions: Any, input_ids: Any, step_batch: Any) -> Any:

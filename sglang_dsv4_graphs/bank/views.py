@@ -110,10 +110,16 @@ def step_view(model: Any, layers: list[Any], takeovers: list[Takeover], hand_ove
     """The model as the loop sees it in a step in which ``takeovers`` run."""
     table = list(layers)
     overrides: dict[str, Any] = {}
+    taken: set[int] = set()
     for t in takeovers:
         overrides.update(t.overrides)
         if t.run is None:
             continue
         table[t.first] = RangeEntry(layers[t.first], t.run, hand_over)
+        taken.update(range(t.first, t.last))
         table[t.first + 1 : t.last] = [PassThrough(layer) for layer in layers[t.first + 1 : t.last]]
+    collected = getattr(model, "dspark_layers_to_capture", None)
+    if collected and taken:
+        # A range collects the hidden states of its own layers; the loop must not collect them again.
+        overrides["dspark_layers_to_capture"] = [i for i in collected if i not in taken]
     return ModelView(model, layers=table, **overrides)

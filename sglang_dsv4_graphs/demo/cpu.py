@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4_graphs import plugin
 from sglang_dsv4_graphs.demo import report, steps
@@ -102,7 +102,7 @@ def serve(installation: Installation, runner: CpuRunner) -> int:
     from sglang_dsv4_graphs.demo.execute import Watch, make_report, run_steps
     from sglang_dsv4_graphs.demo.layer_calls import LayerCalls
 
-    model = runner.model.model
+    model: Any = runner.model.model
     calls = LayerCalls(model.layers)
     # Poison: each replay first spoils the memory that its segments own, so that a stale value would show as NaN.
     tape = TapeBackend(installation.runtime.engine.current_capture_var, poison=True)

@@ -28,6 +28,8 @@ LENGTHS = (64, 128, 256, 512, 1000, 2048, 4096, 8192)
 LIMIT_S = 1800
 LOG_LINES = 40
 POLL_S = 0.5
+# Ended processes that nobody collects look alive: do not wait for them longer than this.
+END_S = 10
 
 Times = dict[int, list[float]]
 
@@ -97,8 +99,14 @@ class Server:
         self._shown = len(complete)
 
     def end(self) -> None:
+        """End the process and whatever it left; what still holds GPU memory would fail the next server."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            deadline = time.monotonic() + END_S
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.05)
         self.process.wait()
 
 

@@ -76,7 +76,7 @@ def problems(reports: Sequence[StepReport], banks: Sequence[str]) -> list[str]:
         for name, part in r.parts.items():
             if part.difference is None:
                 found.append(f"step {r.number}: {name} replayed and was not compared")
-            elif not part.difference == 0:
+            elif part.difference != 0:
                 found.append(f"step {r.number}: {name} differs from eager by {part.difference:g}")
         if not r.whole <= WHOLE_STEP_LIMIT:
             found.append(f"step {r.number}: the whole step differs by {r.whole:g} with the plugin on and off")

@@ -49,9 +49,7 @@ def prompt(length: int) -> list[int]:
 def time_to_first_token(engine: Any, tokens: list[int]) -> float:
     """Milliseconds from the request to its one new token."""
     start = time.perf_counter()
-    engine.generate(
-        input_ids=tokens, sampling_params={"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-    )
+    engine.generate(input_ids=tokens, sampling_params={"max_new_tokens": 1, "temperature": 0, "ignore_eos": True})
     return (time.perf_counter() - start) * 1e3
 
 

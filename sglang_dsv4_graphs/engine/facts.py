@@ -116,16 +116,11 @@ HOOKS = (
 
 CALLS = (
     Contract(
-        "hook_registry_register",
-        _SRT + "plugins.hook_registry.HookRegistry.register",
-        "target, hook, hook_type=, *, source=",
-    ),
-    Contract(
         "kv_store_call",
         _MODEL + "MQALayer._compute_kv_to_cache",
         "self, x, positions, forward_batch, attn_backend, qkv_a=, q_rope=",
     ),
-    Contract("hook_registry_apply", _SRT + "plugins.hook_registry.HookRegistry.apply_hooks", ""),
+    Contract("hook_registry_apply", _SRT + "plugins.hook_registry.HookRegistry._apply_target", "target, hooks"),
     Contract("hook_registry", _SRT + "plugins.hook_registry.HookRegistry"),
     Contract("HookSource", _SRT + "plugins.hook_registry.HookSource"),
     Contract("HookType", _SRT + "plugins.hook_registry.HookType"),

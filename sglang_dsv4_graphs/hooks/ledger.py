@@ -1,8 +1,10 @@
 """The ledger of patches: what was put where, what was there, and how to take it back.
 
-The engine's ``HookRegistry`` applies hooks but neither undoes them nor says whether it did: it skips a target
-that was patched before and logs an exception instead of raising it. So each patch is checked after applying, and
-recorded so that undoing replays the list backwards. Undoing twice is harmless.
+The engine's ``HookRegistry`` wraps functions well (descriptors, modules that imported them by name) but neither
+undoes a hook nor says whether it took effect; it skips a target that another plugin has patched before, and would
+apply ours twice if a later plugin comes to the same target. So each patch goes through its way of applying one
+target, with our hook alone, and is checked and recorded. Undoing replays the list backwards; where somebody wrapped
+our wrapper since, it stays in the chain but passes everything through. Undoing twice is harmless.
 """
 
 from __future__ import annotations
@@ -48,11 +50,34 @@ def raw_attribute(owner: Any, attribute: str) -> Any:
 def hook_in_chain(obj: Any, hook: Callable[..., Any]) -> bool:
     """Whether ``hook`` is called somewhere in the wrapper chain of ``obj``."""
     while obj is not None:
-        cells = getattr(obj, "__closure__", None) or ()
-        if any(cell.cell_contents is hook for cell in cells):
+        if any(_content(cell) is hook for cell in getattr(obj, "__closure__", None) or ()):
             return True
         obj = getattr(obj, "__wrapped__", None)
     return False
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty, as in a closure that refers to itself
+        return None
+
+
+class _Switch:
+    """Whether the hooks of one installation still act."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    def guard(self, kind: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """``hook`` while the switch is on; afterwards as if it were not there."""
+
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            if self.on:
+                return hook(*args, **kwargs)
+            return args[0](*args[1:], **kwargs) if kind == "around" else None
+
+        return hooked
 
 
 class Ledger:
@@ -61,53 +86,51 @@ class Ledger:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._patches: list[Patch] = []
+        self._switch = _Switch()
 
     @property
     def patches(self) -> tuple[Patch, ...]:
         return tuple(self._patches)
 
     def apply(self, hooks: list[tuple[Contract, str, Callable[..., Any]]]) -> None:
-        """Register every (contract, hook type, hook) and apply them; all take effect or none stays.
+        """Apply every (contract, hook type, hook); all take effect or none stays.
 
         Raises:
             PatchError: naming the target whose hook did not take effect.
+            ImportError, AttributeError: a target does not exist; nothing was applied.
         """
-        before: list[tuple[str, Any, str, Any, Callable[..., Any]]] = []
-        source = self._engine.HookSource(plugin_name=ENTRY_POINT, dist_name=DISTRIBUTION)
-        for contract, _, hook in hooks:
-            owner, attribute = owner_of(contract.target)
-            before.append((contract.target, owner, attribute, raw_attribute(owner, attribute), hook))
-        for contract, kind, hook in hooks:
-            self._engine.hook_registry_register(contract.target, hook, self._engine.HookType(kind), source=source)
-        self._engine.hook_registry_apply()
-        failed = ""
-        for target, owner, attribute, old, hook in before:
-            new = raw_attribute(owner, attribute)
-            self._patches.append(Patch(target, owner, attribute, old, new, hook))
-            if not hook_in_chain(new, hook):
-                failed = failed or target
-        if failed:
+        for contract, _, _ in hooks:
+            resolve(contract.target)
+        self._switch = _Switch()
+        try:
+            for contract, kind, hook in hooks:
+                self._apply_one(contract.target, kind, self._switch.guard(kind, hook))
+        except BaseException:
             self.undo()
-            raise PatchError(f"{failed}: the engine's hook registry did not apply our hook")
+            raise
+
+    def _apply_one(self, target: str, kind: str, hook: Callable[..., Any]) -> None:
+        owner, attribute = owner_of(target)
+        old = raw_attribute(owner, attribute)
+        source = self._engine.HookSource(plugin_name=ENTRY_POINT, dist_name=DISTRIBUTION)
+        try:
+            self._engine.hook_registry_apply(target, [(self._engine.HookType(kind), hook, source)])
+        except Exception as e:
+            raise PatchError(f"{target}: the engine's hook registry did not apply our hook ({e})") from e
+        new = raw_attribute(owner, attribute)
+        self._patches.append(Patch(target, owner, attribute, old, new, hook))
+        inner = new.__func__ if isinstance(new, classmethod | staticmethod) else new
+        if not hook_in_chain(inner, hook):
+            raise PatchError(f"{target}: the engine's hook registry did not apply our hook")
 
     def undo(self) -> None:
         """Put back what was there, newest patch first."""
+        self._switch.on = False
         while self._patches:
             patch = self._patches.pop()
-            self._forget(patch)
             if raw_attribute(patch.owner, patch.attribute) is patch.new and patch.new is not patch.old:
                 setattr(patch.owner, patch.attribute, patch.old)
                 _rebind_importers(patch.new, patch.old)
-
-    def _forget(self, patch: Patch) -> None:
-        """Take our hook out of the registry, so that a later apply does not bring it back."""
-        registry = self._engine.hook_registry
-        left = [entry for entry in registry._hooks.get(patch.target, []) if entry[1] is not patch.hook]
-        if left:
-            registry._hooks[patch.target] = left
-        else:
-            registry._hooks.pop(patch.target, None)
-            registry._patched.discard(patch.target)
 
 
 def _rebind_importers(new: Any, old: Any) -> None:

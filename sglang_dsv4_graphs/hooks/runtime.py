@@ -42,7 +42,8 @@ class Runtime:
         """AFTER ``DeepseekV4Model.__init__``."""
         served = ServedModel(self.engine, model, self.settings, self.manager, self.log)
         self._served[model] = served
-        self.manager.hook.dsv4_graphs_model_built(served=served)
+        # The engine's model must come to be whatever an extension does.
+        self._guarded(served, partial(self.manager.hook.dsv4_graphs_model_built, served=served))
 
     def around_layer_loop(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         """AROUND the model's layer loop."""

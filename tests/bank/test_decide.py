@@ -31,7 +31,6 @@ STEP = {
     "context_parallel": "context-parallel step",
     "separate_global_ids": "global token ids differ from local ones",
     "unbounded_moe_count": "MoE row count that a graph cannot own",
-    "captured_layers": "hidden states of layers inside the range",
 }
 
 

@@ -204,7 +204,30 @@ def test_a_moved_buffer_retires_its_bank_before_the_replay(which: str, caplog: p
     assert dict(served.served.fallbacks) == {(bank.name, "bank retired"): 2}
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1
-    assert f"bank={bank.name} bucket=" in errors[0].replace("'", "")
+    assert errors[0].startswith(f"dsv4-graphs: moved-buffer rank=0 bank={bank.name} reason=")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_buffer_that_moved_on_another_rank_retires_the_bank_here(strict: bool) -> None:
+    served = Served(strict=strict)
+    asked: list[bool] = []
+    served.served.ranks = SimpleNamespace(any=lambda problem: asked.append(problem) or True)  # type: ignore[assignment]
+    assert served.step([5]) == []
+    assert asked == [False, False]
+    assert served.bank(served.full).retired == "a guarded buffer moved on another rank"
+    assert {reason for _, reason in served.served.fallbacks} == {"bank retired"}
+    assert served.step([5]) == []
+    assert asked == [False, False]  # a retired bank asks nobody, on every rank
+
+
+def test_every_rank_is_asked_before_each_replay() -> None:
+    served = Served()
+    asked: list[bool] = []
+    served.served.ranks = SimpleNamespace(any=lambda problem: asked.append(problem) or False)  # type: ignore[assignment]
+    served.step([5])
+    assert asked == [False, False]
+    served.step([25])  # nothing of the full-layer bank to ask about: all ranks know the rows
+    assert asked == [False, False, False]
 
 
 def test_a_moved_buffer_ends_a_strict_server() -> None:

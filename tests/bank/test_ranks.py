@@ -47,12 +47,13 @@ def _enter(function: Callable[..., Any], rank: int, size: int, store: str, resul
 def reports_and_absences(rank: int, size: int) -> dict[str, Any]:
     import torch.distributed as dist
 
-    together, without_1, without_0 = (dist.new_group(list(range(size)), backend="gloo") for _ in range(3))
+    together, without_1, without_0, alone_0, alone_1 = (dist.new_group(list(range(size))) for _ in range(5))
     ranks = Ranks(rank, size, together, WAIT)
     found: dict[str, Any] = {
         "fine": ranks.gather(""),
         "one fails": ranks.gather("OutOfMemoryError: no room" if rank == 1 else ""),
         "differ": ranks.gather(f"report of {rank}"),
+        "any": [ranks.any(problem) for problem in (False, rank == 0, rank == 1, True, False)],
     }
     for name, group, missing in (("without 1", without_1, 1), ("without 0", without_0, 0)):
         if rank != missing:
@@ -61,6 +62,14 @@ def reports_and_absences(rank: int, size: int) -> dict[str, Any]:
                 found[name] = Ranks(rank, size, group, WAIT).gather("here")
             except RankError as error:
                 found[name] = (str(error), time.monotonic() - start)
+        dist.barrier(group=together)
+    for group, waiting in ((alone_0, 0), (alone_1, 1)):
+        if rank == waiting:
+            start = time.monotonic()
+            try:
+                found["alone"] = Ranks(rank, size, group, WAIT).any(True)
+            except RankError as error:
+                found["alone"] = (str(error), time.monotonic() - start)
         dist.barrier(group=together)
     return found
 
@@ -87,11 +96,27 @@ def test_a_missing_rank_is_named_within_the_wait(found: list[Any], missing: int)
     assert seconds < 10 * WAIT.total_seconds()
 
 
+def test_all_learn_of_a_problem_on_any(found: list[Any]) -> None:
+    for rank in (0, 1):
+        assert found[rank]["any"] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_step_waits_no_longer_than_the_wait(found: list[Any], waiting: int) -> None:
+    text, seconds = found[waiting]["alone"]
+    assert text.startswith(f"rank {waiting} waited 2 s in a step: ")
+    assert seconds < 10 * WAIT.total_seconds()
+
+
 def test_one_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 
     monkeypatch.setattr(dist, "monitored_barrier", None)
+    monkeypatch.setattr(dist, "all_reduce", None)
+    monkeypatch.setattr(dist, "isend", None)
     assert Ranks(0, 1).gather("alone") == ["alone"]
+    assert Ranks(0, 1).any(True) is True
+    assert Ranks(0, 1).any(False) is False
 
 
 def test_the_wait_is_longer_than_a_kernels_compilation() -> None:

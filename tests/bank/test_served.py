@@ -199,22 +199,24 @@ def test_fallbacks_are_counted_and_logged_once(world: World, caplog: pytest.LogC
     ]
 
 
+@pytest.mark.parametrize("here", [True, False])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_moved_buffer_retires_the_bank_or_ends_a_strict_server(
-    strict: bool, caplog: pytest.LogCaptureFixture
+    strict: bool, here: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(strict=strict)
     retired: list[str] = []
-    error = MovedBufferError("full-layer", 256, "workspace", 16, None)
-    if strict:
+    bank: Any = SimpleNamespace(name="full-layer", retire=retired.append)
+    error = MovedBufferError("full-layer", 256, "workspace", 16, None) if here else None
+    if strict and here:
         with pytest.raises(MovedBufferError):
-            world.served.moved(SimpleNamespace(retire=retired.append), error)  # type: ignore[arg-type]
+            world.served.retire(bank, error)
     else:
-        world.served.moved(SimpleNamespace(retire=retired.append), error)  # type: ignore[arg-type]
-    assert retired == [str(error)]
+        world.served.retire(bank, error)
+    assert retired == [str(error) if here else "a guarded buffer moved on another rank"]
     (message,) = caplog.messages
-    assert message.startswith('dsv4-graphs: moved-buffer rank=0 reason="bank')
-    assert "workspace moved: captured at 0x10, now at nowhere" in message
+    assert message.startswith("dsv4-graphs: moved-buffer rank=0 bank=full-layer reason=")
+    assert ("workspace moved: captured at 0x10, now at nowhere" in message) is here
 
 
 def test_forced_steps_nest_and_end(world: World, part: Part) -> None:

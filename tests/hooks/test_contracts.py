@@ -145,15 +145,3 @@ def test_contract_with_this_engine(contract: Contract) -> None:
 @pytest.mark.engine
 def test_this_engine_is_accepted() -> None:
     assert install_reason(facts.installed_version(), allow_untested=False) is None
-
-
-@pytest.mark.engine
-def test_the_versions_differ_where_their_contracts_do() -> None:
-    """A contract of the other version that held here would not need to be limited to it."""
-    version = facts.installed_version()
-    assert version is not None
-    (other,) = (v for v in facts.TESTED_VERSIONS if v != facts.release(version))
-    own = {c.target: c for c in facts.contracts_for(version)}
-    for contract in facts.contracts_for(other):
-        if contract not in own.values() and contract.name not in ("kv_store", "low_ratio_sources"):
-            assert check_contract(contract) is not None, contract

@@ -33,6 +33,7 @@ class Engine:
             attn_dp_size=1, attn_cp_size=1, pp_size=1, tp_rank=0, tp_size=1, tp_group=SimpleNamespace(barrier=None)
         )
         self.overlap = SimpleNamespace(enable_two_batch_overlap=False)
+        self.mixed = False
         self.unified, self.borrowing, self.hooks, self.mode, self.prefill_graph = False, False, None, "null", False
         borrow = SimpleNamespace(get=lambda: self.borrowing)
         self.envs = SimpleNamespace(SGLANG_ENABLE_GRAPH_POOL_BORROW=borrow)
@@ -51,7 +52,7 @@ class Engine:
         return SimpleNamespace(disaggregation_mode=self.mode)
 
     def get_schedule(self) -> Any:
-        return SimpleNamespace(chunked_prefill_size=4096)
+        return SimpleNamespace(chunked_prefill_size=4096, enable_mixed_chunk=self.mixed)
 
     def unified_kv(self) -> bool:
         return self.unified
@@ -71,6 +72,7 @@ class Runner:
     device = "cuda:1"
     lora_manager = None
     hisparse_coordinator = None
+    max_running_requests = 48
 
     def __init__(self) -> None:
         self.server_args = SimpleNamespace(enable_memory_saver=False)
@@ -286,6 +288,15 @@ def test_a_failed_capture_leaves_the_step_path_closed() -> None:
     assert not served.ready
 
 
+@pytest.mark.parametrize(("mixed", "rows"), [(False, 4096), (True, 4096 + 48)])
+def test_a_mixed_chunk_is_larger_than_the_chunk(mixed: bool, rows: int) -> None:
+    engine = Engine()
+    engine.mixed = mixed
+    startup = make_startup(engine, Served(), Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
+    assert startup.largest_step == rows
+    assert startup.chunk_size == 4096
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_the_sweep_is_given(size: int) -> None:
     engine, runner, served = Engine(), Runner(), Served(strict=True)
@@ -309,6 +320,7 @@ def test_what_the_sweep_is_given(size: int) -> None:
     assert (startup.chunk_size, startup._strict, startup._backend) == (4096, True, "supplied for cpu")
     assert (startup.dummies.most_rows, startup.dummies.most_requests) == (1024, 4)
     ranks = startup._ranks
+    assert served.ranks is ranks
     assert (ranks.rank, ranks.size, ranks._group) == (size - 1, size, group if size > 1 else None)
 
     assert probes == []  # asked when workspaces have grown

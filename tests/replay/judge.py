@@ -27,6 +27,8 @@ class Judge:
     def __init__(self, server: Any) -> None:
         self._server = server
         self.verdicts: list[Verdict] = []
+        # Replays are passed through while it is set.
+        self.quiet = False
         for name in ("full-layer", "decoder-replay"):
             bank = server.bank(name)
             if bank is not None:
@@ -43,6 +45,9 @@ class Judge:
         replay = bank.replay
 
         def judged(bucket: int, live: Any, batch: Any) -> Any:
+            if self.quiet:
+                self.verdicts.append(Verdict(bank.name, bucket, live.rows, ()))
+                return replay(bucket, live, batch)
             live = live.like([t.clone() for t in live.tensors()])
             before = self._memory(bank)
             outputs = replay(bucket, live, batch)

@@ -1,0 +1,97 @@
+"""The plugin's own guarded buffers: found where they lie now, whoever replaced them."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sglang_dsv4_graphs.bank.guard import AddressGuard, MovedBufferError  # noqa: E402
+from sglang_dsv4_graphs.bank.probes import KnownBuffers, model_weights  # noqa: E402
+from sglang_dsv4_graphs.extend import Probe  # noqa: E402
+
+
+def guard(pool: Any) -> AddressGuard:
+    probe = Probe(None, SimpleNamespace(token_to_kv_pool=pool), None)
+    return AddressGuard(KnownBuffers().dsv4_graphs_guard(probe))
+
+
+def check(guard: AddressGuard, captured: Any) -> None:
+    guard.check(captured, bank="b", bucket=1)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> dict[Any, torch.Tensor]:
+    """flashinfer's cache of named buffers."""
+    cache = {("workspace", "cuda:0"): torch.zeros(2), ("other", "cuda:0"): torch.zeros(2)}
+    monkeypatch.setitem(sys.modules, "flashinfer.utils", SimpleNamespace(_cache_buf=cache))
+    return cache
+
+
+@pytest.fixture
+def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "flashinfer.utils", raising=False)
+
+
+@pytest.mark.usefixtures("no_flashinfer")
+def test_the_request_windows_workspace() -> None:
+    window = SimpleNamespace(workspace=None)
+    found = guard(SimpleNamespace(request_window=window))
+    assert found.names == ("request-window-workspace",)
+    absent = found.addresses()
+    check(found, absent)
+    window.workspace = SimpleNamespace(kv_buffer=[torch.zeros(4)])
+    with pytest.raises(MovedBufferError, match="request-window-workspace"):
+        check(found, absent)
+    captured, kept = found.addresses(), window.workspace
+    check(found, captured)
+    window.workspace = SimpleNamespace(kv_buffer=[torch.zeros(8)])
+    with pytest.raises(MovedBufferError, match="request-window-workspace"):
+        check(found, captured)
+    assert kept is not window.workspace
+
+
+@pytest.mark.usefixtures("no_flashinfer")
+@pytest.mark.parametrize("pool", [SimpleNamespace(), SimpleNamespace(request_window=None)])
+def test_no_request_window(pool: Any) -> None:
+    assert guard(pool).names == ()
+
+
+def test_flashinfers_buffers(flashinfer: dict[Any, torch.Tensor]) -> None:
+    found = guard(SimpleNamespace())
+    assert found.names == ("flashinfer:workspace", "flashinfer:other")
+    captured = found.addresses()
+    flashinfer["later", "cuda:0"] = torch.zeros(2)  # no graph knows it
+    check(found, captured)
+    kept = flashinfer["other", "cuda:0"]
+    flashinfer["other", "cuda:0"] = torch.zeros(8)  # grown
+    with pytest.raises(MovedBufferError, match="buffer=flashinfer:other moved"):
+        check(found, captured)
+    del flashinfer["other", "cuda:0"]
+    with pytest.raises(MovedBufferError, match=r"buffer=flashinfer:other moved.*now at nowhere"):
+        check(found, captured)
+    assert kept is not None
+
+
+def test_a_flashinfer_that_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer.utils", SimpleNamespace(_cache_buf="something else"))
+    assert guard(SimpleNamespace()).names == ()
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2, bias=False)
+        self.register_buffer("scale", torch.ones(1))
+
+
+def test_weights_of_a_range() -> None:
+    model: Any = SimpleNamespace(layers=[Layer(), Layer(), object(), Layer()])
+    found = model_weights(model, 1, 4)
+    assert [name for name, _ in found] == [f"layers.{i}.{name}" for i in (1, 3) for name in ("inner.weight", "scale")]
+    assert found[0][1] is model.layers[1].inner.weight
+    assert found[1][1] is model.layers[1].scale

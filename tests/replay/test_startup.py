@@ -1,0 +1,461 @@
+"""The sweep in the engine's startup: its order, what a failure leaves, where a ladder ends, what each switch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.replay.judge import Judge, same
+from tests.replay.server import (
+    CHUNK,
+    DECODER_REPLAY,
+    DECODER_REPLAY_CAP,
+    FULL_LAYER,
+    FULL_LAYER_CAP,
+    SMALL,
+    Server,
+    Servers,
+)
+from tests.replay.story import TOO_MANY, Story
+
+pytestmark = pytest.mark.engine
+
+ONE_BUCKET = {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "128"}
+STRICT = {"SGLANG_DSV4_GRAPHS_STRICT": "1"}
+# What happened, and at how many rows.
+Event = tuple[str, int]
+
+
+def watched_backend(
+    events: list[Event], fails: Callable[[str, int], Exception | None] = lambda bank, rows: None
+) -> Any:
+    """Makes a tape that notes what it records; ``fails`` gives what to raise at a bank's capture of some rows."""
+
+    def make(installation: Any) -> Any:
+        from sglang_dsv4_graphs.bank.tape import TapeBackend
+
+        class Watched(TapeBackend):
+            def record(self, body: Any, *, warmups: int = 2) -> Any:
+                recording = super().record(body, warmups=warmups)
+                # The full-width range takes no pre-mix in, and of the bank's it is the first.
+                rows = recording.outputs[0].shape[0]
+                bank = FULL_LAYER if body.__closure__ and takes_no_pre(body) else DECODER_REPLAY
+                events.append((bank, rows))
+                error = fails(bank, rows)
+                if error is not None:
+                    raise error
+                return recording
+
+        return Watched(installation.runtime.engine.current_capture_var)
+
+    return make
+
+
+def takes_no_pre(body: Any) -> bool:
+    (inputs,) = (c.cell_contents for c in body.__closure__ if type(c.cell_contents).__name__ == "RangeInputs")
+    return inputs.pre is None
+
+
+def watch_steps(events: list[Event]) -> Callable[[Any], None]:
+    """Notes every step's rows, when its metadata is built."""
+
+    def prepare(runner: Any) -> None:
+        backend = runner.attn_backend
+        build = backend.init_forward_metadata
+
+        def noted(batch: Any) -> None:
+            events.append(("step", batch.input_ids.shape[0]))
+            build(batch)
+
+        backend.init_forward_metadata = noted
+
+    return prepare
+
+
+def test_grow_then_the_larger_first_and_full_layer_first(servers: Servers) -> None:
+    events: list[Event] = []
+    server = servers.own(SMALL, make_backend=watched_backend(events), prepare=watch_steps(events))
+    captures = [(FULL_LAYER, 256), (FULL_LAYER, 128), (FULL_LAYER, 64), (DECODER_REPLAY, 256), (DECODER_REPLAY, 128)]
+    steps = [("step", rows) for _, rows in captures]
+    # The chunk is more than the largest bucket: workspaces reach their size before any capture.
+    rehearsal = ("step", 128)
+    assert events == [("step", CHUNK), *(e for pair in zip(steps, captures, strict=True) for e in pair), rehearsal]
+    messages = [line.split(" gib")[0].split(" segments")[0] for line in server.log.lines]
+    assert messages == [
+        f"dsv4-graphs: installed engine={server.installation.runtime.engine.version} banks=full-layer,decoder-replay",
+        *(f"dsv4-graphs: captured bank={bank} rows={rows}" for bank, rows in captures[:3]),
+        "dsv4-graphs: captured bank=full-layer graphs=3 rows=64..256",
+        *(f"dsv4-graphs: captured bank={bank} rows={rows}" for bank, rows in captures[3:]),
+        "dsv4-graphs: captured bank=decoder-replay graphs=2 rows=128..256",
+        "dsv4-graphs: captured bank=total graphs=5",
+    ]
+
+
+def test_grow_comes_before_the_engines_prefill_captures(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace that grew after them would leave their graphs with freed memory."""
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup as engine
+
+    events: list[Event] = []
+
+    def in_the_engines_order(runner: Any) -> None:
+        watch_steps(events)(runner)
+        monkeypatch.setattr(engine, "PrefillCudaGraphRunner", lambda *a, **k: events.append(("engine", 0)))
+        engine.capture_prefill_graph(model_runner=runner, eager_runner=None)
+        events.append(("engine done", 0))
+
+    servers.own(ONE_BUCKET, make_backend=watched_backend(events), prepare=in_the_engines_order)
+    assert events[0] == ("step", CHUNK)
+    assert [e for e in events if "engine" in e[0]][-1] == events[events.index(("engine done", 0))]
+    assert events.count(("step", CHUNK)) == 1
+    assert events.index(("engine done", 0)) < events.index((FULL_LAYER, 128))
+
+
+def test_nothing_of_the_rehearsal_is_left(servers: Servers) -> None:
+    server = servers.own(SMALL)
+    assert (server.served.replays, server.served.fallbacks) == ({}, {})
+    assert server.log.having("fallback") == []
+
+
+def test_a_rehearsal_that_has_no_bucket_is_no_fallback(servers: Servers) -> None:
+    """Its rows are more than this largest bucket; users would look for the step that fell back."""
+    server = servers.own({FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"})
+    assert (server.served.replays, server.served.fallbacks) == ({}, {})
+    assert server.log.having("fallback") == []
+    # The first step of that reason is logged, then.
+    story = Story(server, Judge.of(server))
+    story.step({"a": 100})
+    (line,) = server.log.having("fallback")
+    assert line == f'dsv4-graphs: fallback bank=full-layer reason="{TOO_MANY}" rows=100'
+
+
+# Captures that fail
+
+
+def out_of_memory(*at: Event) -> Callable[[str, int], Exception | None]:
+    def fails(bank: str, rows: int) -> Exception | None:
+        import torch
+
+        return torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB") if (bank, rows) in at else None
+
+    return fails
+
+
+def serves(server: Server, *steps: dict[str, int]) -> None:
+    story = Story(server, Judge.of(server))
+    for step in steps:
+        story.step(step)
+
+
+@pytest.mark.parametrize(
+    ("fails", "full", "late"),
+    [
+        ((FULL_LAYER, 64), (128, 256), (128, 256)),
+        ((FULL_LAYER, 128), (256,), (128, 256)),
+        ((FULL_LAYER, 256), (), (128, 256)),
+        ((DECODER_REPLAY, 128), (64, 128, 256), (256,)),
+        ((DECODER_REPLAY, 256), (64, 128, 256), ()),
+    ],
+)
+def test_a_failed_capture_keeps_the_larger_ones(
+    servers: Servers, fails: Event, full: tuple[int, ...], late: tuple[int, ...]
+) -> None:
+    server = servers.own(SMALL, make_backend=watched_backend([], out_of_memory(fails)))
+    assert (server.bank(FULL_LAYER).buckets, server.bank(DECODER_REPLAY).buckets) == (full, late)
+    (line,) = server.log.having("capture-failed")
+    kept = len(full if fails[0] == FULL_LAYER else late)
+    reason = "rank 0: OutOfMemoryError: CUDA out of memory."
+    assert line == f'dsv4-graphs: capture-failed bank={fails[0]} rows={fails[1]} kept={kept} reason="{reason}"'
+    assert server.log.having("captured bank=total", f"graphs={len(full) + len(late)} ")
+    serves(server, {"a": 1}, {"a": 70, "b": 33}, {"a": 256}, {"c": 128, "d": 128})
+
+
+def test_a_server_without_any_graph_serves(servers: Servers) -> None:
+    fails = out_of_memory((FULL_LAYER, 128), (DECODER_REPLAY, 128))
+    server = servers.own(ONE_BUCKET, make_backend=watched_backend([], fails))
+    assert server.log.having("captured bank=total", "graphs=0 ")
+    serves(server, {"a": 60}, {"a": 33, "b": 2})
+    assert server.served.replays == {}
+
+
+@pytest.mark.parametrize("fails", [(FULL_LAYER, 128), (DECODER_REPLAY, 128)])
+def test_strict_refuses_a_failed_capture(servers: Servers, fails: Event) -> None:
+    from sglang_dsv4_graphs.bank.backend import CaptureError
+
+    backend = watched_backend([], out_of_memory(fails))
+    server = servers.own(ONE_BUCKET | STRICT, make_backend=backend, startup=False)
+    with pytest.raises(CaptureError, match=rf"bank={fails[0]} rows={fails[1]}: rank 0: OutOfMemoryError"):
+        server.runner.startup()
+    assert not server.served.ready
+
+
+def test_a_body_that_reads_the_host_fails_its_capture(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a real capture arrives as the reason, too."""
+    from sglang_dsv4_graphs.bank.layer_range import LayerRange
+
+    original = LayerRange.body
+
+    def reading(self: Any, inputs: Any, *args: Any) -> Any:
+        inputs.residual.sum().item()
+        return original(self, inputs, *args)
+
+    monkeypatch.setattr(LayerRange, "body", reading)
+    server = servers.own(ONE_BUCKET)
+    lines = server.log.having("capture-failed", "rank 0: CaptureError")
+    assert len(lines) == 2
+    assert all("_local_scalar_dense" in line for line in lines)
+    serves(server, {"a": 60})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_startup_that_breaks_down(servers: Servers, monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
+    from sglang_dsv4_graphs.bank.dummies import Dummies
+
+    monkeypatch.setattr(Dummies, "_input_ids", lambda self, rows: 1 / 0)
+    server = servers.own(ONE_BUCKET | (STRICT if strict else {}), startup=False)
+    if strict:
+        with pytest.raises(ZeroDivisionError):
+            server.runner.startup()
+        return
+    server.runner.startup()
+    (line,) = server.log.having(" eager ")
+    assert line == 'dsv4-graphs: eager reason="startup failed: ZeroDivisionError: division by zero"'
+    story = Story(server, Judge.of(server))
+    batch = story.batch({"a": 40})
+    right = server.eager_tail(batch)
+    _, replays, fallbacks = server.new_counts(lambda: None)
+    assert same(server.runner.forward(batch).tail, right)
+    assert (replays, fallbacks) == ({}, {})
+
+
+# Where the ladder ends: a trial on a device whose clock is ours
+
+
+class Clock:
+    """A device whose eager runs take ``eager(rows)`` seconds and whose replays ``replayed(rows)``."""
+
+    is_cuda = True
+
+    def __init__(self, eager: Callable[[int], float], replayed: Callable[[int], float]) -> None:
+        self._eager, self._replayed = eager, replayed
+        self.raced: list[tuple[str, int]] = []
+
+    def __call__(self, device: str) -> Clock:
+        return self
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def release(self) -> None: ...
+
+    def on(self, stream: Any) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        cells = {name: c.cell_contents for name, c in zip(call.__code__.co_freevars, call.__closure__, strict=True)}
+        kind = "replayed" if "bucket" in cells else "eager"
+        rows = cells["live"].rows
+        call()
+        self.raced.append((kind, rows))
+        # The first of each kind is slow, as first runs are.
+        slow = 100.0 if self.raced.count((kind, rows)) == 1 else 0.0
+        return slow + (self._replayed if kind == "replayed" else self._eager)(rows)
+
+
+@pytest.fixture
+def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of buckets that a CPU captures in time: of 128, 256 and 320 rows."""
+    from sglang_dsv4_graphs.bank import trial
+
+    monkeypatch.setattr(trial, "ALWAYS", 64)
+    monkeypatch.setattr(trial, "COARSE", 64)
+
+
+@pytest.mark.parametrize(
+    ("eager_from", "buckets", "raced", "trimmed"),
+    [
+        # Rows of a trial are the fewest of its bucket; the largest bucket comes first.
+        (999, (64, 128, 256, 320), [257], None),
+        (200, (64, 128, 256), [257, 129], "320..320"),
+        (100, (64, 128), [257, 129, 65], "256..320"),
+        (10, (64,), [257, 129, 65], "128..320"),
+    ],
+)
+def test_the_ladder_ends_where_eager_is_as_fast(
+    servers: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    small_trials: None,
+    eager_from: int,
+    buckets: tuple[int, ...],
+    raced: list[int],
+    trimmed: str | None,
+) -> None:
+    from sglang_dsv4_graphs.hooks import start
+
+    clock = Clock(eager=lambda rows: 1.0 if rows > eager_from else 3.0, replayed=lambda rows: 2.0)
+    monkeypatch.setattr(start, "Device", clock)
+    server = servers.own({DECODER_REPLAY_CAP: "128"})
+    assert server.bank(FULL_LAYER).buckets == buckets
+    assert clock.raced == [(kind, rows) for rows in raced for _ in range(2) for kind in ("eager", "replayed")]
+    lines = server.log.having("trimmed")
+    reason = 'reason="eager is as fast there"'
+    assert lines == ([f"dsv4-graphs: trimmed bank=full-layer rows={trimmed} {reason}"] if trimmed else [])
+    assert len(server.log.having("trial bank=full-layer")) == len(raced)
+    serves(server, {"a": 60}, {"a": 70, "b": 33}, {"a": 130})
+
+
+def test_a_bucket_whose_trial_cannot_be_captured_loses(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, small_trials: None
+) -> None:
+    from sglang_dsv4_graphs.hooks import start
+
+    clock = Clock(eager=lambda rows: 3.0, replayed=lambda rows: 2.0)
+    monkeypatch.setattr(start, "Device", clock)
+    backend = watched_backend([], out_of_memory((FULL_LAYER, 320)))
+    server = servers.own({DECODER_REPLAY_CAP: "128"}, make_backend=backend)
+    assert server.bank(FULL_LAYER).buckets == (64, 128, 256)
+    assert server.log.having("capture-failed") == []
+    serves(server, {"a": 256})
+
+
+def test_a_cap_that_somebody_set_is_not_tried(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, small_trials: None
+) -> None:
+    from sglang_dsv4_graphs.hooks import start
+
+    clock = Clock(eager=lambda rows: 1.0, replayed=lambda rows: 2.0)
+    monkeypatch.setattr(start, "Device", clock)
+    server = servers.own(SMALL)
+    assert server.bank(FULL_LAYER).buckets == (64, 128, 256)
+    assert clock.raced == []
+
+
+# Switches
+
+
+def test_late_layers_left_to_the_engine(servers: Servers) -> None:
+    server = servers.own({FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "0"})
+    assert server.bank(DECODER_REPLAY) is None
+    late = server.model.late_layer_start
+    ran = layers_run(server, {"a": 60}, {"a": 33, "b": 2})
+    assert ran == [*range(late, len(server.model.layers))] * 2
+    assert server.served.fallbacks == {}
+
+
+def test_full_width_layers_left_to_the_engine(servers: Servers) -> None:
+    server = servers.own({FULL_LAYER_CAP: "0", DECODER_REPLAY_CAP: "128"})
+    assert server.bank(FULL_LAYER) is None
+    assert layers_run(server, {"a": 60}, {"a": 33, "b": 2}) == [*range(server.model.late_layer_start)] * 2
+    assert server.served.fallbacks == {}
+
+
+def test_both_off_is_the_engine_alone(servers: Servers) -> None:
+    server = servers.own({FULL_LAYER_CAP: "0", DECODER_REPLAY_CAP: "0"})
+    assert server.log.having("captured bank=total", "graphs=0 ")
+    assert layers_run(server, {"a": 60}) == [*range(len(server.model.layers))]
+    assert server.served.fallbacks == {}
+
+
+def layers_run(server: Server, *steps: dict[str, int]) -> list[int]:
+    """Layers that steps with the plugin run in Python; each step is compared."""
+    story, ran = Story(server, Judge.of(server)), []
+    story.judge.quiet = True
+    handles = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, *_: ran.append(module.layer_id) if server.served.ready else None
+        )
+        for layer in server.model.layers
+    ]
+    try:
+        for step in steps:
+            story.step(step)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ran
+
+
+def test_debug_replays_are_equal(servers: Servers) -> None:
+    server = servers.own(SMALL | {"SGLANG_DSV4_DECODER_REPLAY_GRAPH_DEBUG": "1"})
+    serves(server, {"a": 61}, {"a": 40, "b": 88}, {"c": 256})
+
+
+def test_debug_names_the_break_that_failed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_dsv4_graphs.bank.backend import ReplayFault
+
+    server = servers.own(ONE_BUCKET | {"SGLANG_DSV4_DECODER_REPLAY_GRAPH_DEBUG": "1"})
+    story = Story(server, Judge.of(server))
+    forward = server.runner.attn_backend.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["layer"].layer_id == 1:
+            raise ZeroDivisionError("an attention that fails")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(server.runner.attn_backend, "forward", failing)
+    with pytest.raises(ReplayFault, match=r"in break 1 .*store_and_attention.*an attention that fails") as raised:
+        server.runner.forward(story.batch({"a": 40}))
+    assert (raised.value.part, raised.value.index) == ("break", 1)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+# Shadow mode
+
+
+def count_eager_runs(server: Server) -> dict[str, int]:
+    counts = dict.fromkeys((FULL_LAYER, DECODER_REPLAY), 0)
+    for name in counts:
+        bank = server.bank(name)
+        run = bank.run_eagerly
+
+        def counted(*args: Any, _name: str = name, _run: Any = run) -> Any:
+            counts[_name] += 1
+            return _run(*args)
+
+        bank.run_eagerly = counted
+    return counts
+
+
+def test_shadow_compares_that_many_steps_of_each_bank(servers: Servers) -> None:
+    """Steps of requests: the rehearsal is none."""
+    server = servers.own(SMALL | {"SGLANG_DSV4_GRAPHS_SHADOW": "3"})
+    counts = count_eager_runs(server)
+    story = Story(server, Judge.of(server))
+    story.judge.quiet = True
+    for step in ({"a": 61}, {"a": 5}, {"b": 3, "c": 128}):
+        story.step(step)
+    # Not the step behind an odd prefix: run twice, it would pair a token with itself.
+    assert counts == {FULL_LAYER: 2, DECODER_REPLAY: 2}
+    assert server.log.having("compared=") == []
+    story.step({"c": 100})
+    assert counts == {FULL_LAYER: 3, DECODER_REPLAY: 3}
+    for name in counts:
+        assert server.log.having(f"shadow bank={name} compared=3 differed=0")
+    story.step({"d": 40})
+    assert counts == {FULL_LAYER: 3, DECODER_REPLAY: 3}
+    assert server.log.having("largest_difference") == []
+
+
+@pytest.mark.parametrize("name", [FULL_LAYER, DECODER_REPLAY])
+def test_shadow_tells_of_a_wrong_replay_and_serves_the_eager_rows(servers: Servers, name: str) -> None:
+    server = servers.own(ONE_BUCKET | {"SGLANG_DSV4_GRAPHS_SHADOW": "2"})
+    bank = server.bank(name)
+    replay = bank.replay
+
+    def wrong(*args: Any) -> Any:
+        outputs = replay(*args)
+        outputs.residual[3] += 1
+        return outputs
+
+    bank.replay = wrong
+    batch = Story(server, Judge.of(server)).batch({"a": 40})
+    right = server.eager_tail(batch)
+    tail = server.runner.forward(batch).tail
+    (line,) = server.log.having("largest_difference")
+    assert line.startswith(
+        f"dsv4-graphs: shadow rank=0 bank={name} bucket={bank.buckets[0]} rows=40 largest_difference=1"
+    )
+    assert float((tail - right).abs().max()) < 1e-4
