@@ -2,7 +2,8 @@
 
 The comparison is exact: same rows, same padding, same process. An eager run repeats the step's KV writes, which
 is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix, and
-Engram's history. Such steps are skipped.
+Engram's history. Such steps are skipped, and so is a range whose first layers read a selection that its later layers
+overwrite (``range_bank.repeatable``).
 """
 
 from __future__ import annotations
