@@ -20,6 +20,8 @@ from sglang_dsv4_graphs.settings import Settings
 from tests.bank.small_range import HIDDEN, SLOTS, STREAMS, breaking
 
 LAYERS, LATE, TAIL_ROWS = 6, 4, 2
+# Layers that select what the ones behind them read.
+LAYER_SOURCES: list[int] | None = [0, LATE]
 
 
 class State:
@@ -170,6 +172,7 @@ class SmallModel:
         self.engine = engine
         self.layers = [Layer(i, engine) for i in range(LAYERS)]
         self.late_layer_start = late
+        self.config = SimpleNamespace(index_source_layer_ids=LAYER_SOURCES)
         self.dspark_layers_to_capture: list[int] | None = None
         self.decoder_replay_tail: Any = None
         self.engram_hasher: Any = None

@@ -18,6 +18,7 @@ from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBuff
 from sglang_dsv4_graphs.bank.ranks import Ranks  # noqa: E402
 from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
 from sglang_dsv4_graphs.bank.tape import TapeBackend  # noqa: E402
+from tests.bank import small_model  # noqa: E402
 from tests.bank.small_model import LATE, LAYERS, TAIL_ROWS, Layer, SmallDummies, World  # noqa: E402
 from tests.bank.test_sweep import FakeDevice  # noqa: E402
 
@@ -247,6 +248,20 @@ def test_shadowed_steps_go_on_with_eager_rows(caplog: pytest.LogCaptureFixture) 
         "dsv4-graphs: shadow bank=decoder-replay compared=2 differed=0",
         "dsv4-graphs: shadow bank=full-layer compared=2 differed=0",
     ]
+
+
+@pytest.mark.parametrize("sources", [[0, LATE - 1], [], None])
+def test_a_range_that_cannot_be_run_twice_is_not_shadowed(
+    sources: list[int] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
+    monkeypatch.setattr(small_model, "LAYER_SOURCES", sources)
+    served = Served(shadow=1)
+    served.step([5])
+    shadows = [m for m in caplog.messages if "dsv4-graphs: shadow" in m]
+    assert len(shadows) == 2
+    assert shadows[0].startswith('dsv4-graphs: shadow bank=decoder-replay skipped="its layers read')
+    assert shadows[1] == "dsv4-graphs: shadow bank=full-layer compared=1 differed=0"
 
 
 def test_shutdown_releases_every_graph() -> None:

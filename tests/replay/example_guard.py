@@ -16,8 +16,7 @@ from collections.abc import Iterable
 
 import torch
 
-from sglang_dsv4_graphs.bank.guard import GuardedBuffer
-from sglang_dsv4_graphs.extend import Probe, hookimpl
+from sglang_dsv4_graphs import GuardedBuffer, Probe, hookimpl
 
 # What the kernel reads; None until its first step.
 workspace: torch.Tensor | None = None

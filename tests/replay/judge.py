@@ -68,13 +68,10 @@ class Judge:
 
     def _kept(self) -> dict[str, Any]:
         """What steps keep for later steps, and layers for later layers, by name."""
-        named = dict(self._server.runner.token_to_kv_pool._buffers())
+        named = self._server.kept()
         # An index source writes its selection over the one that earlier layers of the range have read.
         selections = self._server.runner.attn_backend.forward_metadata.core_attn_metadata.selection
         named |= {f"selection.{ratio}": selected for ratio, selected in selections.items()}
-        hasher = self._server.model.engram_hasher
-        if hasher is not None:
-            named["engram_history"] = hasher.history
         return named
 
     def _memory(self, bank: Any) -> tuple[dict[str, Any], list[Any]]:

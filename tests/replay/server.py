@@ -65,6 +65,23 @@ class Server:
         """The captured bank of that name, or None."""
         return self.manager.get_plugin(name).bank(self.served)
 
+    def kept(self) -> dict[str, Any]:
+        """The tensors that steps keep for later steps, by name."""
+        named = dict(self.runner.token_to_kv_pool._buffers())
+        if self.model.engram_hasher is not None:
+            named["engram_history"] = self.model.engram_hasher.history
+        return named
+
+    def state(self) -> tuple[Any, dict[str, Any]]:
+        """Everything that steps change."""
+        return self.runner.state(), {name: t.clone() for name, t in self.kept().items()}
+
+    def load_state(self, state: tuple[Any, dict[str, Any]]) -> None:
+        """Go back to ``state``."""
+        self.runner.load_state(state[0])
+        for name, tensor in self.kept().items():
+            tensor.copy_(state[1][name])
+
     @contextmanager
     def plugin_off(self) -> Iterator[None]:
         """Steps in here are the engine's own."""
@@ -76,10 +93,10 @@ class Server:
 
     def eager_tail(self, batch: Any) -> Any:
         """The tail rows of ``batch`` without the plugin, from the present state, which is kept."""
-        state = self.runner.state()
+        state = self.state()
         with self.plugin_off():
             tail = self.runner.forward(batch).tail.clone()
-        self.runner.load_state(state)
+        self.load_state(state)
         return tail
 
     def new_counts(self, run: Callable[[], Any]) -> tuple[Any, dict[Any, int], dict[Any, int]]:

@@ -48,11 +48,11 @@ class Story:
     def run(self, batch: Any) -> tuple[dict[Any, int], dict[Any, int], list[Verdict]]:
         """Run and compare ``batch``; its replays, fallbacks, and the verdicts on the replays."""
         server, runner = self.server, self.server.runner
-        before = runner.state()
+        before = server.state()
         with server.plugin_off():
             eager = runner.forward(batch)
-        eager_kv = runner.token_to_kv_pool.state()
-        runner.load_state(before)
+        eager_kept = server.state()[1]
+        server.load_state(before)
         self.judge.take()
         step, replays, fallbacks = server.new_counts(lambda: runner.forward(batch))
         verdicts = self.judge.take()
@@ -62,11 +62,11 @@ class Story:
         padded = any(v.rows != v.bucket for v in verdicts)
         self._compare("tail", step.tail, eager.tail, padded)
         self._compare("pre_head", step.pre_head[step.tail_rows], eager.pre_head[step.tail_rows], padded)
-        for name, tensor in runner.token_to_kv_pool._buffers().items():
-            written = eager_kv[name].flatten(1).abs().sum(1) > 0
+        for name, tensor in server.kept().items():
+            written = eager_kept[name].flatten(1).abs().sum(1) > 0
             # Rows that the engine alone did not write stay unwritten: padding stores nothing.
             assert not tensor[~written].any(), name
-            self._compare(name, tensor[written], eager_kv[name][written], padded)
+            self._compare(name, tensor[written], eager_kept[name][written], padded)
         return replays, fallbacks, verdicts
 
     @staticmethod
