@@ -56,6 +56,7 @@ def begin(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.Plug
     served.log.info("installed", engine=engine.version, banks=",".join(banks))
     startup = make_startup(engine, served, runner, manager)
     startup.grow()
+    startup.release()  # the engine measures free memory before it captures
     return startup
 
 

@@ -249,7 +249,7 @@ def test_beginning_says_so_and_grows(monkeypatch: pytest.MonkeyPatch, caplog: py
     steps = Steps(served)
     monkeypatch.setattr(start, "make_startup", lambda *args: steps)
     assert begin(Engine(), served, Runner(), manager) is steps  # type: ignore[arg-type,comparison-overlap]
-    assert [name for name, *_ in steps.done] == ["grow"]
+    assert [name for name, *_ in steps.done] == ["grow", "release"]
     assert caplog.messages == ["dsv4-graphs: installed engine=0.5.23 banks=full-layer,decoder-replay"]
 
 
