@@ -6,6 +6,7 @@ leaving word: when somebody imports the DeepSeek-V4 model module, install.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -25,13 +26,18 @@ _installation: Installation | None = None
 
 
 def activate() -> None:
-    """Entry point ``dsv4_graphs`` of group ``sglang.srt.plugins``. Calling it again changes nothing."""
+    """Entry point ``dsv4_graphs`` of group ``sglang.srt.plugins``. Calling it again changes nothing.
+
+    After ``deactivate`` it installs again, at once if the model is there already.
+    """
     global _watching, _wanted
     with _lock:
         _wanted = True
         if not _watching:
             _watching = True
             wrapt.register_post_import_hook(_model_imported, MODEL_MODULE)
+        elif MODEL_MODULE in sys.modules:
+            _model_imported(sys.modules[MODEL_MODULE])
 
 
 def _model_imported(module: ModuleType) -> None:

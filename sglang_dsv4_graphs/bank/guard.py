@@ -10,7 +10,7 @@ Does not detect a buffer that is rewritten in place: that is what buffers are fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,17 @@ class GuardedBuffer(NamedTuple):
     name: str
     tensor: Callable[[], torch.Tensor | None]
     cheap: bool = True
+
+
+class Weight(NamedTuple):
+    """A weight by the slot that holds it: an update may move its storage or put another tensor into the slot."""
+
+    name: str
+    slots: Mapping[str, torch.Tensor | None]
+    key: str
+
+    def address(self) -> int | None:
+        return _address(self.slots.get(self.key))
 
 
 class MovedBufferError(RuntimeError):
@@ -59,11 +70,11 @@ class Addresses(NamedTuple):
 class AddressGuard:
     """Records and compares addresses. ``weights`` are checked in rotation, everything else before every replay."""
 
-    def __init__(self, buffers: Iterable[GuardedBuffer], weights: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+    def __init__(self, buffers: Iterable[GuardedBuffer], weights: Sequence[Weight] = ()) -> None:
         self._buffers = tuple(buffers)
         self._cheap = tuple((i, b) for i, b in enumerate(self._buffers) if b.cheap)
         self._weights = tuple(weights)
-        self._weight_addresses = tuple(t.data_ptr() for _, t in self._weights)
+        self._weight_addresses = tuple(w.address() for w in self._weights)
         self._turn = 0
 
     @property
@@ -93,6 +104,7 @@ class AddressGuard:
         for _ in range(min(count, total)):
             i = self._turn
             self._turn = (i + 1) % total
-            name, tensor = self._weights[i]
-            if tensor.data_ptr() != self._weight_addresses[i]:
-                raise MovedBufferError(bank, bucket, name, self._weight_addresses[i], tensor.data_ptr())
+            weight = self._weights[i]
+            now = weight.address()
+            if now != self._weight_addresses[i]:
+                raise MovedBufferError(bank, bucket, weight.name, self._weight_addresses[i], now)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4_graphs.bank.guard import GuardedBuffer
+from sglang_dsv4_graphs.bank.guard import GuardedBuffer, Weight
 from sglang_dsv4_graphs.extend import Probe, hookimpl
 
 
@@ -43,12 +43,14 @@ def _flashinfer_cache() -> Iterable[GuardedBuffer]:
         yield GuardedBuffer(f"flashinfer:{key[0]}", lambda key=key: cache.get(key))  # type: ignore[misc]
 
 
-def model_weights(model: torch.nn.Module, first: int, last: int) -> list[tuple[str, torch.Tensor]]:
+def model_weights(model: torch.nn.Module, first: int, last: int) -> list[Weight]:
     """Parameters and buffers of layers ``[first, last)``, by name."""
-    found: list[tuple[str, torch.Tensor]] = []
+    found: list[Weight] = []
     for i in range(first, last):
         layer = model.layers[i]  # type: ignore[index]
-        if isinstance(layer, torch.nn.Module):
-            found += [(f"layers.{i}.{n}", t) for n, t in layer.named_parameters()]
-            found += [(f"layers.{i}.{n}", t) for n, t in layer.named_buffers()]
+        if not isinstance(layer, torch.nn.Module):
+            continue
+        for path, module in layer.named_modules(prefix=f"layers.{i}"):
+            for slots in (module._parameters, module._buffers):
+                found += [Weight(f"{path}.{key}", slots, key) for key, t in slots.items() if t is not None]
     return found

@@ -71,6 +71,8 @@ class RangeBank:
     def replay(self, served: ServedModel, bank: Bank, bucket: int, live: RangeInputs, batch: Any) -> RangeOutputs:
         """Replay and count; compared with an eager run while shadow mode lasts."""
         outputs = bank.replay(bucket, live, batch)
+        if served.rehearsing:
+            return outputs
         shadow = self._shadows[served]
         if shadow.wanted(batch):
             outputs = shadow.compare(bank, bucket, live, batch, outputs)

@@ -60,6 +60,8 @@ class ServedModel:
         self._manager = manager
         self.plain_loop: Loop | None = None
         self.ranks = Ranks(0, 1)
+        # A rehearsal is no request: it is not counted, compared or logged.
+        self.rehearsing = False
         self._forced: Callable[[Step], list[Takeover]] | None = None
 
     @property
@@ -138,6 +140,8 @@ class ServedModel:
 
     def count_fallback(self, bank: str, reason: str, rows: int) -> None:
         """Count an eager step; the first of each reason is logged."""
+        if self.rehearsing:
+            return
         self.fallbacks[bank, reason] += 1
         self.log.once(("fallback", bank, reason), "fallback", bank=bank, reason=reason, rows=rows)
 

@@ -248,9 +248,12 @@ class Startup:
 
         The allocator keeps blocks per stream: without this the first request pays for them.
         """
-        with self._device.on(stream):
-            self.dummies.run_whole(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))
-        self.served.replays.clear()
+        self.served.rehearsing = True
+        try:
+            with self._device.on(stream):
+                self.dummies.run_whole(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))
+        finally:
+            self.served.rehearsing = False
 
     def summary(self) -> None:
         """One line for everything that was captured; seconds count growing too."""

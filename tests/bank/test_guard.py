@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.bank import guard as guard_module  # noqa: E402
-from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError  # noqa: E402
+from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError, Weight  # noqa: E402
 
 
 class Holder:
@@ -30,7 +30,7 @@ def check(guard: AddressGuard, captured: object, everything: bool = False) -> No
 
 def test_what_stayed_passes() -> None:
     held = Holder()
-    guard = AddressGuard([GuardedBuffer("workspace", held)], [("w", torch.zeros(3))])
+    guard = AddressGuard([GuardedBuffer("workspace", held)], [weight("w", torch.zeros(3))])
     captured = guard.addresses()
     assert held.tensor is not None
     held.tensor.fill_(3)  # rewritten in place: what buffers are for
@@ -94,9 +94,20 @@ def test_what_is_not_cheap_is_only_checked_with_everything() -> None:
 
 
 @pytest.fixture
-def weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.Tensor]]:
+def weights(monkeypatch: pytest.MonkeyPatch) -> list[Weight]:
     monkeypatch.setattr(guard_module, "WEIGHTS_PER_CHECK", 3)
-    return [(f"layers.{i}.w", torch.zeros(2)) for i in range(8)]
+    return [weight(f"layers.{i}.w", torch.zeros(2)) for i in range(8)]
+
+
+def weight(name: str, tensor: torch.Tensor) -> Weight:
+    """A weight in a slot of its own, as a module's parameters have one each."""
+    return Weight(name, {"w": tensor}, "w")
+
+
+def tensor_of(held: Weight) -> torch.Tensor:
+    tensor = held.slots["w"]
+    assert tensor is not None
+    return tensor
 
 
 def check_often(guard: AddressGuard, captured: object, times: int) -> None:
@@ -112,51 +123,63 @@ def move(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("moved", range(8))
-def test_weights_are_covered_in_rotation(weights: list[tuple[str, torch.Tensor]], moved: int) -> None:
+def test_weights_are_covered_in_rotation(weights: list[Weight], moved: int) -> None:
     guard = AddressGuard([], weights)
     captured = guard.addresses()
     check_often(guard, captured, 3)  # once around, and the turn is back at one that has been checked
-    kept = move(weights[moved][1])
+    kept = move(tensor_of(weights[moved]))
     with pytest.raises(MovedBufferError) as caught:
         check_often(guard, captured, 3)  # 8 weights, 3 a check
     assert caught.value.buffer == f"layers.{moved}.w"
-    assert f"captured at {kept.data_ptr():#x}, now at {weights[moved][1].data_ptr():#x}" in str(caught.value)
+    assert f"captured at {kept.data_ptr():#x}, now at {tensor_of(weights[moved]).data_ptr():#x}" in str(caught.value)
 
 
-def test_a_check_looks_at_no_more_than_its_share(weights: list[tuple[str, torch.Tensor]]) -> None:
+def test_a_check_looks_at_no_more_than_its_share(weights: list[Weight]) -> None:
     guard = AddressGuard([], weights)
     captured = guard.addresses()
-    kept = move(weights[5][1])
+    kept = move(tensor_of(weights[5]))
     check(guard, captured)  # 0 1 2
     with pytest.raises(MovedBufferError):
         check(guard, captured)  # 3 4 5
     assert kept is not None
 
 
-def test_everything_looks_at_every_weight(weights: list[tuple[str, torch.Tensor]]) -> None:
+def test_everything_looks_at_every_weight(weights: list[Weight]) -> None:
     for moved in range(8):
         guard = AddressGuard([], weights)
         captured = guard.addresses()
         check(guard, captured, everything=True)
-        kept = move(weights[moved][1])
+        kept = move(tensor_of(weights[moved]))
         with pytest.raises(MovedBufferError, match=rf"buffer=layers\.{moved}\.w "):
             check(guard, captured, everything=True)
         assert kept is not None
 
 
-def test_few_weights_are_checked_once_each(weights: list[tuple[str, torch.Tensor]]) -> None:
+def test_few_weights_are_checked_once_each(weights: list[Weight]) -> None:
     guard = AddressGuard([], weights[:2])
     check(guard, guard.addresses())
-    kept = move(weights[1][1])
+    kept = move(tensor_of(weights[1]))
     with pytest.raises(MovedBufferError):
         check(guard, guard.addresses())
     assert kept is not None
 
 
+def test_another_tensor_in_a_weights_slot_is_found() -> None:
+    slots: dict[str, torch.Tensor | None] = {"w": torch.zeros(2)}
+    guard = AddressGuard([], [Weight("layers.0.w", slots, "w")])
+    kept, slots["w"] = slots["w"], torch.zeros(2)
+    with pytest.raises(MovedBufferError, match=r"buffer=layers\.0\.w moved"):
+        check(guard, guard.addresses())
+    assert kept is not None
+    slots["w"] = None
+    with pytest.raises(MovedBufferError, match="now at nowhere"):
+        check(guard, guard.addresses())
+
+
 def test_names() -> None:
     source: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731
     guard = AddressGuard(
-        iter([GuardedBuffer("a", source), GuardedBuffer("b", source, cheap=False)]), [("w", torch.ones(1))]
+        iter([GuardedBuffer("a", source), GuardedBuffer("b", source, cheap=False)]), [weight("w", torch.ones(1))]
     )
     assert guard.names == ("a", "b")
     assert guard.addresses().buffers == (None, None)

@@ -92,6 +92,8 @@ class Layer(torch.nn.Module):
 def test_weights_of_a_range() -> None:
     model: Any = SimpleNamespace(layers=[Layer(), Layer(), object(), Layer()])
     found = model_weights(model, 1, 4)
-    assert [name for name, _ in found] == [f"layers.{i}.{name}" for i in (1, 3) for name in ("inner.weight", "scale")]
-    assert found[0][1] is model.layers[1].inner.weight
-    assert found[1][1] is model.layers[1].scale
+    names = [f"layers.{i}.{name}" for i in (1, 3) for name in ("scale", "inner.weight")]
+    assert sorted(w.name for w in found) == sorted(names)
+    by_name = {w.name: w for w in found}
+    assert by_name["layers.1.inner.weight"].address() == model.layers[1].inner.weight.data_ptr()
+    assert by_name["layers.1.scale"].address() == model.layers[1].scale.data_ptr()

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from sglang_dsv4_graphs.bank.ranks import RankError, Ranks  # noqa: E402
 
 WAIT = timedelta(seconds=2)
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 def run_ranks(size: int, function: Callable[..., Any], folder: Path) -> list[Any]:

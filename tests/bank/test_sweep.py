@@ -328,27 +328,36 @@ def test_the_ladder_ends_where_replays_stop_paying(
 
 
 @pytest.mark.parametrize(("cuda", "trim"), [(False, True), (True, False)])
-def test_the_ladder_is_kept_where_nobody_asks_or_time_means_nothing(cuda: bool, trim: bool) -> None:
+def test_the_ladder_is_kept_where_nobody_asks_or_time_means_nothing(
+    cuda: bool, trim: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "largest_winner", lambda buckets, run: (4, [run(16)]))
     s = Sweep(World(), cuda=cuda)
-    scripted = Scripted(s, {})
+    scripted = Scripted(s, {16: (1.0, 2.0)})
     assert s.captured(trim=trim).buckets == BUCKETS
     assert scripted.tried == []
 
 
 @pytest.mark.parametrize(("other", "wins"), [("9.0 0.1", True), ("9.0 5.0", False), ("1.0 0.1", False)])
-def test_a_trial_takes_the_slowest_replay_and_the_fastest_eager_run(other: str, wins: bool) -> None:
+def test_a_trial_takes_the_slowest_replay_and_the_fastest_eager_run(
+    other: str, wins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = OtherRank(lambda report: "")
     s = Sweep(World(), cuda=True, ranks=ranks)
     bank = s.captured()
     # Eager runs and replays alternate: 3 s and 2 s here.
     s.device.times = lambda n: 3.0 if n % 2 else 2.0
     ranks.says = lambda report: other
+    made: list[Bank] = []
+    monkeypatch.setattr(sweep, "Bank", lambda **options: made.append(Bank(**options)) or made[-1])
+    released: list[tuple[int, ...]] = []
+    s.device.release = lambda: released.extend(b.buckets for b in made)  # type: ignore[method-assign]
     trial = s.startup._try(bank, 8, s.dummies.batch)
     assert ranks.reports[-1] == "3.0 2.0"
     assert (trial.bucket, trial.rows) == (8, 5)
     assert trial.wins is wins
-    assert bank.buckets == BUCKETS  # the trial's own graph is thrown away
-    assert s.device.releases > 0
+    assert bank.buckets == BUCKETS
+    assert released == [()]  # the trial's own graph is gone before memory is given back
 
 
 def test_a_trial_that_cannot_be_captured_loses_on_all_ranks() -> None:
@@ -402,11 +411,10 @@ def test_no_engine_tail_is_nothing_to_drive() -> None:
 def test_the_rehearsal_runs_everything_on_the_serving_stream() -> None:
     s = Sweep(World())
     s.dummies.most_rows = 60
-    s.world.served.replays["full-layer", 64] = 3
     s.startup.rehearse("stream")
     assert s.dummies.runs == [("whole", 60)]
     assert s.device.streams == ["stream"]
-    assert not s.world.served.replays  # a rehearsal is nobody's request
+    assert not s.world.served.rehearsing
 
 
 def test_the_summary_counts_memory_and_graphs_of_all_banks(lines: Callable[[], list[str]]) -> None:

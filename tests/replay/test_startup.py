@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,59 +18,12 @@ from tests.replay.server import (
     Servers,
 )
 from tests.replay.story import TOO_MANY, Story
+from tests.replay.sweeps import Clock, Event, out_of_memory, watch_steps, watched_backend
 
 pytestmark = pytest.mark.engine
 
 ONE_BUCKET = {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "128"}
 STRICT = {"SGLANG_DSV4_GRAPHS_STRICT": "1"}
-# What happened, and at how many rows.
-Event = tuple[str, int]
-
-
-def watched_backend(
-    events: list[Event], fails: Callable[[str, int], Exception | None] = lambda bank, rows: None
-) -> Any:
-    """Makes a tape that notes what it records; ``fails`` gives what to raise at a bank's capture of some rows."""
-
-    def make(installation: Any) -> Any:
-        from sglang_dsv4_graphs.bank.tape import TapeBackend
-
-        class Watched(TapeBackend):
-            def record(self, body: Any, *, warmups: int = 2) -> Any:
-                recording = super().record(body, warmups=warmups)
-                # The full-width range takes no pre-mix in, and of the bank's it is the first.
-                rows = recording.outputs[0].shape[0]
-                bank = FULL_LAYER if body.__closure__ and takes_no_pre(body) else DECODER_REPLAY
-                events.append((bank, rows))
-                error = fails(bank, rows)
-                if error is not None:
-                    raise error
-                return recording
-
-        return Watched(installation.runtime.engine.current_capture_var)
-
-    return make
-
-
-def takes_no_pre(body: Any) -> bool:
-    (inputs,) = (c.cell_contents for c in body.__closure__ if type(c.cell_contents).__name__ == "RangeInputs")
-    return inputs.pre is None
-
-
-def watch_steps(events: list[Event]) -> Callable[[Any], None]:
-    """Notes every step's rows, when its metadata is built."""
-
-    def prepare(runner: Any) -> None:
-        backend = runner.attn_backend
-        build = backend.init_forward_metadata
-
-        def noted(batch: Any) -> None:
-            events.append(("step", batch.input_ids.shape[0]))
-            build(batch)
-
-        backend.init_forward_metadata = noted
-
-    return prepare
 
 
 def test_grow_then_the_larger_first_and_full_layer_first(servers: Servers) -> None:
@@ -131,15 +83,6 @@ def test_a_rehearsal_that_has_no_bucket_is_no_fallback(servers: Servers) -> None
 
 
 # Captures that fail
-
-
-def out_of_memory(*at: Event) -> Callable[[str, int], Exception | None]:
-    def fails(bank: str, rows: int) -> Exception | None:
-        import torch
-
-        return torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB") if (bank, rows) in at else None
-
-    return fails
 
 
 def serves(server: Server, *steps: dict[str, int]) -> None:
@@ -230,39 +173,6 @@ def test_a_startup_that_breaks_down(servers: Servers, monkeypatch: pytest.Monkey
 
 
 # Where the ladder ends: a trial on a device whose clock is ours
-
-
-class Clock:
-    """A device whose eager runs take ``eager(rows)`` seconds and whose replays ``replayed(rows)``."""
-
-    is_cuda = True
-
-    def __init__(self, eager: Callable[[int], float], replayed: Callable[[int], float]) -> None:
-        self._eager, self._replayed = eager, replayed
-        self.raced: list[tuple[str, int]] = []
-
-    def __call__(self, device: str) -> Clock:
-        return self
-
-    def free_bytes(self) -> int:
-        return 0
-
-    def release(self) -> None: ...
-
-    def on(self, stream: Any) -> Any:
-        from contextlib import nullcontext
-
-        return nullcontext()
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        cells = {name: c.cell_contents for name, c in zip(call.__code__.co_freevars, call.__closure__, strict=True)}
-        kind = "replayed" if "bucket" in cells else "eager"
-        rows = cells["live"].rows
-        call()
-        self.raced.append((kind, rows))
-        # The first of each kind is slow, as first runs are.
-        slow = 100.0 if self.raced.count((kind, rows)) == 1 else 0.0
-        return slow + (self._replayed if kind == "replayed" else self._eager)(rows)
 
 
 @pytest.fixture
