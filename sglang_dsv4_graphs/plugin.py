@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _lock = threading.RLock()
 _watching = False
 _wanted = False
+# Whether this process has installed or stood down; only ``deactivate`` asks again.
+_decided = False
 _installation: Installation | None = None
 
 
@@ -46,10 +48,11 @@ def _model_imported(module: ModuleType) -> None:
     from sglang_dsv4_graphs.log import logger
     from sglang_dsv4_graphs.settings import strict_requested
 
-    global _installation
+    global _installation, _decided
     with _lock:
-        if not _wanted or _installation is not None:
+        if not _wanted or _decided:
             return
+        _decided = True
         try:
             _installation = _install()
         except Exception as e:
@@ -83,9 +86,9 @@ def installation() -> Installation | None:
 
 def deactivate() -> None:
     """Take every patch back and stop watching imports; the engine's objects are its own again."""
-    global _installation, _wanted
+    global _installation, _wanted, _decided
     with _lock:
-        _wanted = False
+        _wanted = _decided = False
         if _installation is not None:
             _installation.undo()
             _installation = None
