@@ -14,7 +14,7 @@ from typing import Any
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
-from sglang_dsv4_graphs.bank.range_bank import RangeBank, tail_of
+from sglang_dsv4_graphs.bank.range_bank import RangeBank
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.sweep import Startup
 from sglang_dsv4_graphs.bank.views import Takeover
@@ -49,7 +49,7 @@ class DecoderReplayBank(RangeBank):
     @hookimpl
     def dsv4_graphs_step(self, step: Step) -> Takeover | None:
         bank = self.bank(step.served)
-        tail = None if bank is None else tail_of(step)
+        tail = None if bank is None else step.tail
         if bank is None or tail is None:
             return None
         bucket = self.usable_bucket(step.served, bank, tail.positions.shape[0])

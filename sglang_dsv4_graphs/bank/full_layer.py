@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import full_layer_buckets
-from sglang_dsv4_graphs.bank.range_bank import RangeBank, tail_of
+from sglang_dsv4_graphs.bank.range_bank import RangeBank
 from sglang_dsv4_graphs.bank.served import Step
 from sglang_dsv4_graphs.bank.sweep import Startup
 from sglang_dsv4_graphs.bank.views import Takeover
@@ -50,7 +50,7 @@ class FullLayerBank(RangeBank):
         return super().leave(step, bank, outputs)
 
     def narrows_to(self, step: Step) -> Any:
-        return tail_of(step)
+        return step.tail
 
 
 def full_layer_overrides(model: Any, bank: Bank) -> dict[str, Any]:

@@ -105,10 +105,3 @@ def repeatable(model: Any, bank: Bank) -> bool:
     """
     first = bank.layers.first
     return first == model.start_layer or first in (model.config.index_source_layer_ids or ())
-
-
-def tail_of(step: Step) -> Any:
-    """The step's late-layer tail, or None without bounded replay."""
-    if step.served.model.late_layer_start is None:
-        return None
-    return step.served.engine.get_attn_backend().tail_forward_metadata.late_layer_tail

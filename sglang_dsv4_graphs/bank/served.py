@@ -37,6 +37,13 @@ class Step:
     packer: Any
     loop: Loop
 
+    @property
+    def tail(self) -> Any:
+        """The step's late-layer tail, or None without bounded replay."""
+        if self.served.model.late_layer_start is None:
+            return None
+        return self.served.engine.get_attn_backend().tail_forward_metadata.late_layer_tail
+
 
 class ServedModel:
     """A ``DeepseekV4Model`` with its banks.

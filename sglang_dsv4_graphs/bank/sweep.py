@@ -159,7 +159,9 @@ class Startup:
                 pre = state.pre if first > model.start_layer else None
                 outputs = visit(RangeInputs(state.residual, pre, positions, input_ids), step_batch)
                 if outputs.aux is not None:
-                    served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), None)
+                    # Only rows of the tail go on to the draft; a late range has no others.
+                    tail = step.tail if first == model.start_layer else None
+                    served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), tail)
                 return served.engine.HcState(outputs.residual, outputs.pre)
 
             return [Takeover(first, last, run, overrides)]

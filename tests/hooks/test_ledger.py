@@ -129,6 +129,19 @@ def test_a_hook_that_is_not_applied_undoes_the_others(target: Target) -> None:
     assert target.ledger.patches == ()
 
 
+def test_a_registry_that_silently_does_nothing_is_found_out(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = target.registry._apply_target
+
+    def apply_target(name: str, hooks: list[Any]) -> None:
+        if not name.endswith("finalize"):
+            real(name, hooks)
+
+    monkeypatch.setattr(target.registry, "_apply_target", apply_target)
+    with pytest.raises(PatchError, match=r"^ledger_target\.finalize: "):
+        target.apply(*NAMES)
+    assert target.now() == target.own
+
+
 def test_an_error_while_applying_leaves_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     real = target.registry._apply_target
 
