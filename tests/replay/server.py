@@ -72,6 +72,12 @@ class Server:
             named["engram_history"] = self.model.engram_hasher.history
         return named
 
+    def weights(self) -> list[Any]:
+        """The tensors that live as long as the model: parameters, buffers, and what its modules keep beside them."""
+        kept = [vars(module).values() for module in self.model.modules()]
+        beside = [v for values in kept for v in values if hasattr(v, "untyped_storage")]
+        return [*self.model.parameters(), *self.model.buffers(), *beside]
+
     def state(self) -> tuple[Any, dict[str, Any]]:
         """Everything that steps change."""
         return self.runner.state(), {name: t.clone() for name, t in self.kept().items()}

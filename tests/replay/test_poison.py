@@ -29,10 +29,6 @@ def server(request: pytest.FixtureRequest, servers: Servers) -> Server:
     return servers.shared(request.param, SMALL if own else SMALL | BREAKS_OF_THE_ENGINE)
 
 
-def weights(server: Server) -> list[Any]:
-    return [*server.model.parameters(), *server.model.buffers()]
-
-
 def recordings(server: Server) -> list[tuple[Any, Any]]:
     """Every captured (bank, recording)."""
     banks = [b for b in map(server.bank, BANKS) if b is not None]
@@ -42,7 +38,7 @@ def recordings(server: Server) -> list[tuple[Any, Any]]:
 def spoil(server: Server) -> None:
     """Fill everything that the graphs could not find again."""
     for bank, recording in recordings(server):
-        recording.poison(keep=[*bank.owned_tensors(), *weights(server)])
+        recording.poison(keep=[*bank.owned_tensors(), *server.weights()])
 
 
 @pytest.mark.parametrize("name", BANKS)
@@ -50,9 +46,9 @@ def test_every_read_is_of_something_kept(server: Server, name: str) -> None:
     bank = server.bank(name)
     for bucket in bank.buckets:
         recording = bank.recording(bucket)
-        assert [str(r) for r in recording.external_reads([*bank.owned_tensors(), *weights(server)])] == [], bucket
+        assert [str(r) for r in recording.external_reads([*bank.owned_tensors(), *server.weights()])] == [], bucket
         # And it knows of both: without one of them, they are reads of unknown owners.
-        unowned = recording.external_reads(weights(server))
+        unowned = recording.external_reads(server.weights())
         kept = {t.untyped_storage().data_ptr() for t in bank.owned_tensors()}
         assert unowned
         assert {r.tensor.untyped_storage().data_ptr() for r in unowned} <= kept
@@ -99,7 +95,7 @@ def test_a_stale_read_is_named_and_shows(servers: Servers, monkeypatch: pytest.M
     with stale(monkeypatch, name):
         server = servers.own(ONE_BUCKET)
     bank = server.bank(FULL_LAYER)
-    (read,) = bank.recording(64).external_reads([*bank.owned_tensors(), *weights(server)])
+    (read,) = bank.recording(64).external_reads([*bank.owned_tensors(), *server.weights()])
     assert read.shape[0] == 64
     batch = Story(server, Judge.of(server)).batch({"a": 50})
     batch.positions += 7

@@ -1,4 +1,4 @@
-"""Two ranks of one tensor-parallel engine: whatever happens to one, both replay the same, and neither waits for ever."""
+"""Two ranks of one tensor-parallel engine: whatever happens to one, both replay the same, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def of(found: list[dict[str, dict[str, Any]]], scenario: str) -> Found:
 def test_both_replay_and_agree(found: Any) -> None:
     one, other = of(found, "everything_fine")
     assert one["buckets"] == other["buckets"] == {FULL_LAYER: [64, 128], DECODER_REPLAY: [128]}
-    # Half of the heads each, padded to the width of the kernels in a buffer of the bank's.
-    assert one["pads"] == other["pads"] == [[64, 128]] * 2
+    # Half of the heads each, padded to the width of the kernels, in one buffer for all buckets of a bank.
+    assert one["pads"] == other["pads"] == [[128, 64, 128]] * 2
     assert one["unowned"] == other["unowned"] == []
     assert one["replays"] == other["replays"] != []
     assert one["rows"] == other["rows"]

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -52,14 +52,13 @@ def log_of(server: Server, *words: str) -> list[str]:
 def everything_fine(rank: int, up: Any) -> dict[str, Any]:
     """Replays with collectives in their segments, and the TP-padded query buffer that a bank owns."""
     with up(SETTINGS) as server:
-        weights = [*server.model.parameters(), *server.model.buffers()]
         found: dict[str, Any] = {"buckets": buckets(server), "unowned": [], "pads": []}
         for name in (FULL_LAYER, DECODER_REPLAY):
             bank = server.bank(name)
-            found["pads"].append(list(bank._query_pad.shape[1:]))
+            found["pads"].append(list(bank._query_pad.shape))
             for bucket in bank.buckets:
                 recording = bank.recording(bucket)
-                keep = [*bank.owned_tensors(), *weights]
+                keep = [*bank.owned_tensors(), *server.weights()]
                 found["unowned"] += [str(r) for r in recording.external_reads(keep)]
                 recording.poison(keep)
         return found | steps(server, {"a": 60}, {"a": 33, "b": 2}, {"c": 128})
@@ -118,13 +117,13 @@ def one_rank_never_comes(rank: int, up: Any) -> dict[str, Any]:
         raise ZeroDivisionError("this rank broke down")
 
     began = time.monotonic()
-    with patch.object(Ranks, "gather", never) if rank == 1 else patch.object(Ranks, "nothing", 0, create=True):
-        with up(SETTINGS, graphs=False) as server:
-            return {
-                "seconds": time.monotonic() - began,
-                "ready": server.served.ready,
-                "stand_down": server.served.stand_down,
-            }
+    breaking = patch.object(Ranks, "gather", never) if rank == 1 else nullcontext()
+    with breaking, up(SETTINGS, graphs=False) as server:
+        return {
+            "seconds": time.monotonic() - began,
+            "ready": server.served.ready,
+            "stand_down": server.served.stand_down,
+        }
 
 
 SCENARIOS = (
