@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.replay.judge import Judge, same
-from tests.replay.models import fill_engram, with_engram, with_vision
+from tests.replay.models import with_vision
 from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, Server, Servers
 from tests.replay.story import Story
 
@@ -94,6 +94,7 @@ FACTS: dict[str, tuple[Callable[[Server], Any], str]] = {
         lambda s: s.installation.runtime.engine.get_observability().override(forward_hooks=[{"name": "mine"}]),
         "forward hooks: ",
     ),
+    "Engram": (lambda s: attribute(s.model, "engram_hasher", object()), "Engram: "),
     "not V4.1": (lambda s: attribute(s.model, "hc_pre_from_prev_sublayer", False), "model without lagged hyper-"),
 }
 
@@ -195,11 +196,6 @@ def test_deterministic_inference(servers: Servers) -> None:
     with engine.envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.override(True):
         server.runner.startup()
         served_rows(server)
-
-
-def test_engram(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_engram(monkeypatch, (1, 3))
-    served_rows(servers.own(SETTINGS, prepare=fill_engram))
 
 
 def test_vision_with_text_input(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
