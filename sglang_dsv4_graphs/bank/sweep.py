@@ -23,7 +23,7 @@ from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.report import bank_values, bucket_values, total_values
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
-from sglang_dsv4_graphs.bank.trial import ROUNDS, Trial, largest_winner, worst_rows
+from sglang_dsv4_graphs.bank.trial import ROUNDS, Trial, largest_winner, trim_reason, worst_rows
 from sglang_dsv4_graphs.bank.views import Takeover
 from sglang_dsv4_graphs.engine.facts import TAIL_ROWS_PER_REQUEST
 from sglang_dsv4_graphs.log import RankLog, logger
@@ -179,9 +179,7 @@ class Startup:
         dropped = [b for b in bank.planned if b > largest]
         if dropped:
             bank.planned = tuple(b for b in bank.planned if b <= largest)
-            self._log.info(
-                "trimmed", bank=bank.name, rows=f"{dropped[0]}..{dropped[-1]}", reason="eager is as fast there"
-            )
+            self._log.info("trimmed", bank=bank.name, rows=f"{dropped[0]}..{dropped[-1]}", reason=trim_reason(trials))
 
     def _try(self, bank: Bank, bucket: int, batch_of: BatchOf) -> Trial:
         rows = worst_rows(bucket, bank.planned)

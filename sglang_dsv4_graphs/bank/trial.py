@@ -64,3 +64,10 @@ def largest_winner(buckets: Sequence[int], run: Callable[[int], Trial]) -> tuple
     if low:
         return tried[low - 1], trials
     return max((b for b in buckets if b <= ALWAYS), default=0), trials
+
+
+def trim_reason(trials: Sequence[Trial]) -> str:
+    """Why a ladder was cut short, for the log."""
+    if any(t.replayed == float("inf") for t in trials):
+        return "a trial could not be captured"
+    return "eager is as fast there"
