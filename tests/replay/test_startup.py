@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -329,6 +330,12 @@ def count_eager_runs(server: Server) -> dict[str, int]:
     return counts
 
 
+def compares(server: Server, name: str) -> bool:
+    """0.5.22's late range starts behind its index source and cannot be run twice."""
+    model = server.model
+    return name == FULL_LAYER or model.late_layer_start in model.config.index_source_layer_ids
+
+
 def test_shadow_compares_that_many_steps_of_each_bank(servers: Servers) -> None:
     """Steps of requests: the rehearsal is none."""
     server = servers.own(SMALL | {"SGLANG_DSV4_GRAPHS_SHADOW": "3"})
@@ -338,20 +345,24 @@ def test_shadow_compares_that_many_steps_of_each_bank(servers: Servers) -> None:
     for step in ({"a": 61}, {"a": 5}, {"b": 3, "c": 128}):
         story.step(step)
     # Not the step behind an odd prefix: run twice, it would pair a token with itself.
-    assert counts == {FULL_LAYER: 2, DECODER_REPLAY: 2}
+    late = compares(server, DECODER_REPLAY)
+    assert counts == {FULL_LAYER: 2, DECODER_REPLAY: 2 * late}
     assert server.log.having("compared=") == []
     story.step({"c": 100})
-    assert counts == {FULL_LAYER: 3, DECODER_REPLAY: 3}
-    for name in counts:
+    assert counts == {FULL_LAYER: 3, DECODER_REPLAY: 3 * late}
+    for name in filter(partial(compares, server), counts):
         assert server.log.having(f"shadow bank={name} compared=3 differed=0")
     story.step({"d": 40})
-    assert counts == {FULL_LAYER: 3, DECODER_REPLAY: 3}
+    assert counts == {FULL_LAYER: 3, DECODER_REPLAY: 3 * late}
     assert server.log.having("largest_difference") == []
 
 
 @pytest.mark.parametrize("name", [FULL_LAYER, DECODER_REPLAY])
 def test_shadow_tells_of_a_wrong_replay_and_serves_the_eager_rows(servers: Servers, name: str) -> None:
     server = servers.own(ONE_BUCKET | {"SGLANG_DSV4_GRAPHS_SHADOW": "2"})
+    if not compares(server, name):
+        assert server.log.having(f"shadow bank={name} skipped=")
+        return
     bank = server.bank(name)
     replay = bank.replay
 
