@@ -23,6 +23,7 @@ from sglang_dsv4_graphs.bank.counts import RowCounts
 from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
 from sglang_dsv4_graphs.bank.statics import StaticRows
+from sglang_dsv4_graphs.breaks.shared import StepShared
 
 # (real rows, bucket rows, sharded) -> rows of this rank's shard
 LocalRows = Callable[[int, int, bool], int]
@@ -82,6 +83,7 @@ class Bank:
         captured_layers: tuple[int, ...] = (),
         free_bytes: Callable[[], int] = lambda: 0,
         debug: bool = False,
+        lean: bool = True,
     ) -> None:
         self.name = name
         self.layers = layers
@@ -93,6 +95,7 @@ class Bank:
         self._local_rows = local_rows
         self._free_bytes = free_bytes
         self._debug = debug
+        self._lean = lean
         self._statics = StaticRows(max(buckets, default=0))
         self._counts: RowCounts | None = None
         self._query_pad: torch.Tensor | None = None
@@ -171,7 +174,7 @@ class Bank:
         captured = self._captured[bucket]
         self._statics.copy_in(live.tensors())
         step = self._own_batch(batch, live.rows, bucket)
-        with self.layers.replay_scope(step):
+        with self.layers.replay_scope(step), self.layers.sharing(StepShared() if self._lean else None):
             captured.recording.replay_debug() if self._debug else captured.recording.replay()
         return self.outputs(bucket, live.rows)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4_graphs.bank.views import ModelView, StateInjector
+from sglang_dsv4_graphs.breaks.shared import StepShared
 from sglang_dsv4_graphs.engine import Engine
 from sglang_dsv4_graphs.engine.facts import MULTI_STREAM_ENV
 
@@ -123,6 +124,10 @@ class LayerRange:
     def _marked_breakable(self) -> AbstractContextManager[Any]:
         # Leaving the engine's scope clears the mark, which a prefill-graph step around us has set.
         return nullcontext() if self._engine.in_breakable() else self._engine.enable_breakable()
+
+    def sharing(self, shared: StepShared | None) -> AbstractContextManager[Any]:
+        """Breaks in here share ``shared`` and take the lean way; with None they run as the engine has them."""
+        return self._engine.sharing(shared)
 
     @contextmanager
     def replay_scope(self, batch: Any) -> Iterator[None]:

@@ -91,6 +91,7 @@ class Startup:
             captured_layers=tuple(i for i in wanted if first <= i < last),
             free_bytes=self._device.free_bytes,
             debug=served.settings.debug,
+            lean=served.settings.lean_breaks,
         )
 
     def guard_now(self) -> AddressGuard:

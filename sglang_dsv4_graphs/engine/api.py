@@ -14,6 +14,8 @@ from sglang_dsv4_graphs.engine.facts import HOOKS, contracts_for, release, resol
 if TYPE_CHECKING:
     import torch
 
+    from sglang_dsv4_graphs.breaks.shared import StepShared
+
 
 class Engine:
     """The engine's functions by our names; attributes are resolved when first used."""
@@ -22,6 +24,8 @@ class Engine:
         self.version = engine_version
         self.release = release(engine_version)
         self.capturing_range = False
+        # What the breaks of the replay under way share; None outside a replay.
+        self.step_shared: StepShared | None = None
         self._targets = {c.name: c.target for c in contracts_for(engine_version)}
 
     def __getattr__(self, name: str) -> Any:
@@ -73,6 +77,15 @@ class Engine:
                 yield
         finally:
             self.capturing_range = saved
+
+    @contextmanager
+    def sharing(self, shared: StepShared | None) -> Iterator[None]:
+        """Breaks in here share ``shared``; with None they run as the engine has them."""
+        saved, self.step_shared = self.step_shared, shared
+        try:
+            yield
+        finally:
+            self.step_shared = saved
 
     @contextmanager
     def outside_range_capture(self) -> Iterator[None]:

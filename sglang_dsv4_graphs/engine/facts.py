@@ -35,6 +35,7 @@ _BREAKABLE = _RUNNER + "runner_backend_utils.breakable_cuda_graph."
 _PIECEWISE = _RUNNER + "runner_backend_utils.tc_piecewise_cuda_graph.context_manager."
 _MODEL = MODEL_MODULE + "."
 _TAIL = _SRT + "models.deepseek_v4_replay_tail."
+_INDEXER = _SRT + "layers.attention.dsv4.v41_indexer."
 _V22, _V23 = ("0.5.22",), ("0.5.23",)
 
 _LOOP = (
@@ -112,9 +113,21 @@ HOOKS = (
         "layer, x, q_lora, positions",
         ("0.5.22",),
     ),
+    # The per-request indexer, as Hopper runs it.
+    Contract("index_full_topk", _INDEXER + "full_topk.FullTopKIndexer.topk_prefill", "self, inputs"),
+    Contract("index_publish", _INDEXER + "dense_blocks.DenseBlocksBackend.publish_prefill", "self, inputs"),
+    Contract("index_consume", _INDEXER + "dense_blocks.DenseBlocksBackend.consume_prefill", "self, inputs, published"),
+    Contract("index_requests", _INDEXER + "scoring.prefill_requests", "*, inputs, token_to_kv_pool", _V23),
+    Contract(
+        "index_requests", _INDEXER + "scoring.prefill_requests", "*, inputs, token_to_kv_pool, req_to_token", _V22
+    ),
 )
 
 CALLS = (
+    Contract("RequestScores", _INDEXER + "scoring.RequestScores"),
+    Contract("ChunkScores", _INDEXER + "scoring.ChunkScores"),
+    Contract("BlockIds", _INDEXER + "dense_blocks.BlockIds"),
+    Contract("score_budget", _INDEXER + "scoring._TORCH_SCORE_BUDGET_BYTES"),
     Contract(
         "kv_store_call",
         _MODEL + "MQALayer._compute_kv_to_cache",

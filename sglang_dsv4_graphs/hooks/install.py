@@ -24,6 +24,7 @@ from sglang_dsv4_graphs.engine.facts import hooks_for, installed_version
 from sglang_dsv4_graphs.extend import ExtensionError, make_manager
 from sglang_dsv4_graphs.hooks.breaks import RangeBreaks
 from sglang_dsv4_graphs.hooks.contracts import install_reason
+from sglang_dsv4_graphs.hooks.indexer import IndexerBreaks
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
 from sglang_dsv4_graphs.hooks.prefill_graph import PrefillGraphTail
 from sglang_dsv4_graphs.hooks.runtime import Runtime
@@ -88,6 +89,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     manager.register(FullLayerBank(), name=FULL_LAYER)
     runtime = Runtime(engine, settings, manager, log)
     breaks = RangeBreaks(engine, settings)
+    indexer = IndexerBreaks(engine)
     prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)
     hooks: dict[str, tuple[str, Callable[..., Any]]] = {
         "model_built": ("after", runtime.after_model_built),
@@ -98,6 +100,10 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
         "tail_kv_store": ("around", breaks.around_tail_kv_store),
         "kv_store": ("around", breaks.around_kv_store),
         "low_ratio_sources": ("around", breaks.around_low_ratio_sources),
+        "index_full_topk": ("around", indexer.around_full_topk),
+        "index_publish": ("around", indexer.around_publish),
+        "index_consume": ("around", indexer.around_consume),
+        "index_requests": ("around", indexer.around_requests),
         "tail_breaks_out": ("around", prefill_graph.around_breaks_out),
         "tail_run": ("around", prefill_graph.around_run),
     }
