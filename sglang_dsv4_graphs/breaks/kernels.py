@@ -16,7 +16,9 @@ SCALE_BYTES = 4
 SLOT_BYTES = PAYLOAD_BYTES + SCALE_BYTES
 
 
-@triton.jit
+# Step-sized numbers and pointers into the middle of a tensor must not make new variants: each would be compiled inside
+# a request.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lens", "slots", "starts"])
 def _select_visible(
     raw: Any,
     page: Any,
@@ -73,7 +75,7 @@ def select_visible(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def _dequantize_index_keys(
     table: Any,
     slots: Any,
