@@ -84,6 +84,7 @@ class Bank:
         free_bytes: Callable[[], int] = lambda: 0,
         debug: bool = False,
         lean: bool = True,
+        store_in_graph: bool = False,
     ) -> None:
         self.name = name
         self.layers = layers
@@ -96,6 +97,9 @@ class Bank:
         self._free_bytes = free_bytes
         self._debug = debug
         self._lean = lean
+        self._store_in_graph = store_in_graph
+        # Window slots that captured K stores write to; rows past a step's own go to the padding slot 0.
+        self._slots: torch.Tensor | None = None
         self._statics = StaticRows(max(buckets, default=0))
         self._counts: RowCounts | None = None
         self._query_pad: torch.Tensor | None = None
@@ -119,7 +123,8 @@ class Bank:
         """Everything the graphs read that the bank keeps: what poison tests must leave alone."""
         counts = [] if self._counts is None else self._counts.tensors
         pad = [] if self._query_pad is None else [self._query_pad]
-        return [*self._statics.tensors, *counts, *pad]
+        slots = [] if self._slots is None else [self._slots]
+        return [*self._statics.tensors, *counts, *pad, *slots]
 
     def recording(self, bucket: int) -> Recording:
         return self._captured[bucket].recording
@@ -156,7 +161,8 @@ class Bank:
         batch = self._own_batch(batch, bucket, bucket)
         if self._query_pad is not None and hasattr(metadata, "q_pad_buffer"):
             metadata.q_pad_buffer = self._query_pad
-        with self.layers.capture_scope(batch):
+        self._bind_slots(batch, bucket, bucket)
+        with self.layers.capture_scope(batch), self.layers.storing_into(self._slots):
             recording = self._backend.record(self._body(live, bucket, batch), warmups=1)
         self._query_pad = getattr(metadata, "q_pad_buffer", None)
         stats = CaptureStats(bucket, recording.segments, time.perf_counter() - start, max(0, free - self._free_bytes()))
@@ -175,6 +181,7 @@ class Bank:
         self._statics.copy_in(live.tensors())
         step = self._own_batch(batch, live.rows, bucket)
         with self.layers.replay_scope(step), self.layers.sharing(StepShared() if self._lean else None):
+            self._bind_slots(step, live.rows, bucket)
             captured.recording.replay_debug() if self._debug else captured.recording.replay()
         return self.outputs(bucket, live.rows)
 
@@ -197,6 +204,17 @@ class Bank:
             return self._statics.store_outputs(outputs, bucket)
 
         return body
+
+    def _bind_slots(self, batch: Any, rows: int, bucket: int) -> None:
+        """Copy the step's window slots to where the captured stores read them."""
+        if not self._store_in_graph:
+            return
+        live = self.layers.window_slots(batch)
+        if self._slots is None:
+            self._slots = live.new_zeros(self._statics.max_rows)
+        self._slots[:rows].copy_(live[:rows])
+        if bucket > rows:
+            self._slots[rows:bucket].zero_()
 
     def _own_batch(self, batch: Any, rows: int, bucket: int) -> Any:
         """A copy of the batch that carries the real row count, on the bank's own device counts."""

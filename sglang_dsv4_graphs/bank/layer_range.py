@@ -129,6 +129,14 @@ class LayerRange:
         """Breaks in here share ``shared`` and take the lean way; with None they run as the engine has them."""
         return self._engine.sharing(shared)
 
+    def storing_into(self, slots: torch.Tensor | None) -> AbstractContextManager[Any]:
+        """A capture in here stores K into ``slots`` inside its segments; with None the store breaks."""
+        return self._engine.storing_into(slots)
+
+    def window_slots(self, batch: Any) -> torch.Tensor:
+        """[rows] window slots of the step under way."""
+        return self._engine.window_slots(batch)
+
     @contextmanager
     def replay_scope(self, batch: Any) -> Iterator[None]:
         """Contexts of a replay: its breaks read ``batch``, the step's own with the real row count."""

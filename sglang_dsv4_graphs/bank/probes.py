@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ class KnownBuffers:
     @hookimpl
     def dsv4_graphs_guard(self, probe: Probe) -> Iterable[GuardedBuffer]:
         yield from _request_window(probe)
+        yield from _window_keys(probe)
         yield from _flashinfer_cache()
 
 
@@ -31,6 +33,17 @@ def _request_window(probe: Probe) -> Iterable[GuardedBuffer]:
 
     if getattr(pool, "request_window", None) is not None:
         yield GuardedBuffer("request-window-workspace", workspace)
+
+
+def _window_keys(probe: Probe) -> Iterable[GuardedBuffer]:
+    """The window's K pool of each layer, which captured stores write to.
+
+    Not cheap: it is allocated once, and asking for it waits for a layer that a host cache is still loading.
+    """
+    pool = probe.attn_backend.token_to_kv_pool
+    if hasattr(pool, "get_swa_key_buffer_radix"):
+        for layer in range(probe.model.start_layer, probe.model.end_layer):
+            yield GuardedBuffer(f"window-k-{layer}", partial(pool.get_swa_key_buffer_radix, layer), cheap=False)
 
 
 def _flashinfer_cache() -> Iterable[GuardedBuffer]:

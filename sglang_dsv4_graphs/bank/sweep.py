@@ -48,11 +48,13 @@ class Startup:
         chunk_size: int | None,
         strict: bool,
         extra_rows: int = 0,
+        store_in_graph: bool = False,
     ) -> None:
         self.served = served
         self.dummies = dummies
         self.chunk_size = chunk_size
         self._extra_rows = extra_rows
+        self._store_in_graph = store_in_graph
         self.banks: list[Bank] = []
         self._backend = backend
         self._make_guard = make_guard
@@ -92,6 +94,7 @@ class Startup:
             free_bytes=self._device.free_bytes,
             debug=served.settings.debug,
             lean=served.settings.lean_breaks,
+            store_in_graph=self._store_in_graph,
         )
 
     def guard_now(self) -> AddressGuard:

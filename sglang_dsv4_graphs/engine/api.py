@@ -26,6 +26,8 @@ class Engine:
         self.capturing_range = False
         # What the breaks of the replay under way share; None outside a replay.
         self.step_shared: StepShared | None = None
+        # Window slots that the range capture under way stores K into; None where the store breaks.
+        self.static_slots: torch.Tensor | None = None
         self._targets = {c.name: c.target for c in contracts_for(engine_version)}
 
     def __getattr__(self, name: str) -> Any:
@@ -86,6 +88,30 @@ class Engine:
             yield
         finally:
             self.step_shared = saved
+
+    @contextmanager
+    def storing_into(self, slots: torch.Tensor | None) -> Iterator[None]:
+        """A range capture in here stores K inside its segments, into ``slots`` [rows]; with None the store breaks."""
+        saved, self.static_slots = self.static_slots, slots
+        try:
+            yield
+        finally:
+            self.static_slots = saved
+
+    def window_slots(self, batch: Any) -> torch.Tensor:
+        """[rows] window slots that the step under way stores its K into."""
+        slots: torch.Tensor = self.get_attn_backend().get_swa_out_cache_loc(batch)
+        return slots
+
+    def stores_in_graph(self, backend: Any) -> bool:
+        """Whether a captured K store may take its slots from a static buffer.
+
+        Not with a request window, whose layout each store activates, nor where K is quantised from bf16, which stores
+        through the backend.
+        """
+        if getattr(backend.token_to_kv_pool, "request_window", None) is not None:
+            return False
+        return not self.envs.SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE.get()
 
     @contextmanager
     def outside_range_capture(self) -> Iterator[None]:

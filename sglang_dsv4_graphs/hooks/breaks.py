@@ -6,6 +6,8 @@ time is what a step is short of:
 - *Merged KV store*: nothing between the store of a layer's SWA K and its attention reads the SWA cache (the
   low-ratio sources read compressed KV and index keys), so the store runs at the start of the attention break:
   one break and one segment less per layer.
+- *Store in the graph*: the store depends on the step by its slots alone, so where those can be copied into a static
+  buffer it is captured and breaks nowhere; padding rows store into the engine's padding slot 0.
 - *Lean attention*: the break calls the attention backend directly, without the registered operator around it,
   and slices nothing when the bucket is exactly full.
 - *0.5.22* stores K inside the segment and runs the sources once while it captures, on activations that no segment
@@ -111,6 +113,8 @@ class RangeBreaks:
         """AROUND 0.5.23's break of the K store."""
         if not (self._engine.capturing_range and self._merged):
             return original(attention, x, positions, qkv_a)
+        if self._engine.static_slots is not None:
+            return self._store_in_graph(type(attention)._compute_kv_to_cache, attention, x, positions, qkv_a)
         self._stores[attention.layer_id] = (type(attention)._compute_kv_to_cache, attention, x, positions, qkv_a)
         return None
 
@@ -128,10 +132,23 @@ class RangeBreaks:
         """AROUND ``MQALayer._compute_kv_to_cache`` (0.5.22)."""
         if not self._engine.capturing_range:
             return original(attention, x, positions, forward_batch, attn_backend, qkv_a=qkv_a, q_rope=q_rope)
+        if self._engine.static_slots is not None:
+            return self._store_in_graph(original, attention, x, positions, qkv_a)
         if self._merged:
             self._stores[attention.layer_id] = (original, attention, x, positions, qkv_a)
             return None
         return self._break("store", self._store_live_rows)(original, attention, x, positions, qkv_a)
+
+    def _store_in_graph(self, store: Call, attention: Any, x: Any, positions: Any, qkv_a: Any) -> None:
+        """Store every row of the bucket inside the segment, into the bank's static slots."""
+        engine = self._engine
+        slots = engine.static_slots
+        if slots is None:
+            raise RuntimeError("no static slots: the bank's capture scope sets them")
+        backend = _SlotsOf(engine.get_attn_backend(), slots[: x.shape[0]])
+        batch = engine.get_break_context().forward_batch
+        with engine.outside_range_capture():
+            store(attention, x, positions, batch, backend, qkv_a=qkv_a)
 
     def _store_live_rows(self, store: Call, attention: Any, x: Any, positions: Any, qkv_a: Any) -> None:
         engine = self._engine
@@ -153,6 +170,20 @@ class RangeBreaks:
         # The engine's break around a break would be recorded twice: call what it wraps.
         inner = original.__wrapped__  # type: ignore[attr-defined]
         return self._break("sources", _call, capture_stub=_skip)(inner, layer, x, q_lora, positions)
+
+
+class _SlotsOf:
+    """An attention backend whose window slots are ``slots``; everything else is the backend's."""
+
+    def __init__(self, backend: Any, slots: Any) -> None:
+        self._backend = backend
+        self._slots = slots
+
+    def get_swa_out_cache_loc(self, forward_batch: Any) -> Any:
+        return self._slots
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_backend"], name)
 
 
 def _call(inner: Call, *args: Any) -> None:

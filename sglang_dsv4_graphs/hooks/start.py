@@ -94,6 +94,7 @@ def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: plug
         # A mixed chunk carries decode rows beside a full chunk.
         extra_rows=int(runner.max_running_requests) if engine.get_schedule().enable_mixed_chunk else 0,
         strict=served.settings.strict,
+        store_in_graph=served.settings.merged_kv_store and engine.stores_in_graph(runner.attn_backend),
     )
 
 
