@@ -11,7 +11,8 @@ PYTHON := $(shell for p in $(CANDIDATES); do \
 endif
 
 IN_VENV = $(PYTHON) scripts/engine_venv.py
-PYTEST = pytest --color=auto
+# The slowest tests are named, as all of this has a limit on time.
+PYTEST = pytest --color=auto --durations=10 --durations-min=2
 # Arguments for the demo, and for both runs of the tests: make test PYTEST_ARGS="-k plan".
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
