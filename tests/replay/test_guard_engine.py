@@ -152,7 +152,8 @@ def in_place_of_the_parameter(module: Any, name: str) -> None:
     setattr(module, name, nn.Parameter(getattr(module, name).data.clone(), requires_grad=False))
 
 
-@pytest.mark.parametrize(("layer", "move"), [(0, in_place_of_its_storage), (-1, in_place_of_the_parameter)])
+@pytest.mark.parametrize("move", [in_place_of_its_storage, in_place_of_the_parameter])
+@pytest.mark.parametrize("layer", [0, -1])
 def test_a_moved_weight_is_found_within_a_few_steps(servers: Servers, layer: int, move: Any) -> None:
     from sglang_dsv4_graphs.bank.guard import WEIGHTS_PER_CHECK
 
