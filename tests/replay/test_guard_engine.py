@@ -14,7 +14,7 @@ from tests.replay.story import Story
 
 pytestmark = pytest.mark.engine
 
-SETTINGS = {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "128"}
+SETTINGS = {FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"}
 RETIRED = "bank retired"
 
 
@@ -57,7 +57,7 @@ def test_a_buffer_that_stays_is_no_reason(servers: Servers, extension: Any) -> N
     server = servers.own(SETTINGS, extensions=[extension])
     assert "my-workspace" in server.bank(FULL_LAYER).guard.names
     story = Story(server, Judge.of(server))
-    for step in ({"a": 60}, {"a": 1, "b": 100}):
+    for step in ({"a": 60}, {"a": 1, "b": 50}):
         extension.workspace.fill_(7.0)  # rewritten in place: that is what buffers are for
         story.step(step)
     assert server.log.having("moved-buffer") == []
