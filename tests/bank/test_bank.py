@@ -234,11 +234,12 @@ def test_retiring_waits_and_frees_everything_the_bank_owns(make_bank: MakeBank) 
     bank.retire("moved")
     bank.retire("shut down")
     gc.collect()
+    assert torch.equal(held.residual, residual)  # a step under way keeps what it was given
+    del held
     assert graphs_at_wait == [1]  # once, while the graph in flight still lives
     assert recording() is None
     assert [t() for t in owned] == [None] * len(owned)
     assert (bank.owned_tensors(), bank.static_bytes) == ([], 0)
-    assert torch.equal(held.residual, residual)  # a step under way keeps what it was given
 
 
 def test_check_names_bank_and_bucket(make_bank: MakeBank) -> None:

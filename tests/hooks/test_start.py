@@ -182,7 +182,9 @@ def in_a_process_with_published_arguments() -> list[str]:
     engine, runner, found = RealEngine(str(installed_version())), Runner(), []
     runner.server_args = args
 
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
     from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+    from sglang.srt.runtime_context import get_flags
 
     breakable = PhaseConfig(backend=Backend.BREAKABLE)
 
@@ -192,6 +194,7 @@ def in_a_process_with_published_arguments() -> list[str]:
     assert read() == ServerFacts(device="cuda")
     scopes = {
         "weight_offload": engine.get_exec().offload.override(cpu_offload_gb=1),
+        "expert_all_to_all": get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP),
         "two_batch_overlap": engine.get_exec().overlap.override(enable_two_batch_overlap=True),
         "forward_hooks": engine.get_observability().override(forward_hooks=[{"name": "x"}]),
         "decode_only": engine.get_disagg().override(disaggregation_mode="decode"),
@@ -208,7 +211,15 @@ def in_a_process_with_published_arguments() -> list[str]:
 
 @pytest.mark.engine
 def test_the_real_engine_has_these_places() -> None:
-    expected = ["two_batch_overlap", "forward_hooks", "decode_only", "pool_borrowing", "prefill_graph"]
+    expected = [
+        "weight_offload",
+        "expert_all_to_all",
+        "two_batch_overlap",
+        "forward_hooks",
+        "decode_only",
+        "pool_borrowing",
+        "prefill_graph",
+    ]
     assert in_fresh_process(in_a_process_with_published_arguments).value == expected
 
 
