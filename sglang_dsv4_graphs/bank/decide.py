@@ -21,6 +21,8 @@ class ServerFacts:
     unified_kv: bool = False
     hisparse: bool = False
     lora: bool = False
+    weight_offload: bool = False
+    expert_all_to_all: bool = False
     memory_saver: bool = False
     pool_borrowing: bool = False
     forward_hooks: bool = False
@@ -39,6 +41,8 @@ _SERVER_REASONS = (
     ("unified_kv", "unified KV: attention stores through another path"),
     ("hisparse", "HiSparse: KV slots move between steps"),
     ("lora", "LoRA: adapters change what the layers compute"),
+    ("weight_offload", "weight offload: weights of a layer are copied to the GPU anew in each step"),
+    ("expert_all_to_all", "expert all-to-all: dispatch sizes follow each step's routing and span ranks"),
     ("memory_saver", "memory saver: weights and pools may be released while graphs hold their addresses"),
     ("pool_borrowing", "graph-pool borrowing: other code writes into graph memory"),
     ("decode_only", "disaggregated decode: this server runs no prefill"),
@@ -83,6 +87,7 @@ _STEP_REASONS = (
 )
 TOO_MANY_ROWS = "more rows than the largest bucket"
 NO_ROWS = "no rows"
+NOTHING_CAPTURED = "nothing captured"
 RETIRED = "bank retired"
 
 

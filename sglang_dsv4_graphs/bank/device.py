@@ -40,12 +40,13 @@ class Device:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Wall time of ``call`` with everything it launched, from an idle device."""
-        self._synchronize()
+        self.synchronize()
         start = time.perf_counter()
         call()
-        self._synchronize()
+        self.synchronize()
         return time.perf_counter() - start
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for everything that was launched."""
         if self.is_cuda:
             torch.cuda.synchronize()

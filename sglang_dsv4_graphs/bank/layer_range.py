@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -69,7 +70,7 @@ class LayerRange:
 
     def __init__(self, engine: Engine, model: Any, loop: Loop, first: int, last: int) -> None:
         self._engine = engine
-        self._model = model
+        self._model = ref(model)  # the engine's to keep, as in ServedModel
         self._loop = loop
         self.first, self.last = first, last
         self._layers = list(model.layers)
@@ -86,7 +87,7 @@ class LayerRange:
             layers = list(layers)
             layers[self.first] = StateInjector(layers[self.first], state, self._engine.hand_over)
         view = ModelView(
-            self._model,
+            self._living_model(),
             layers=layers,
             start_layer=self.first,
             end_layer=self.last,
@@ -107,6 +108,12 @@ class LayerRange:
         )
         aux = [] if packer is None else [self._engine.packed(packer)]
         return [residual, pre, *aux]
+
+    def _living_model(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the engine has dropped the model of this range")
+        return model
 
     @contextmanager
     def capture_scope(self, batch: Any) -> Iterator[None]:
@@ -147,7 +154,7 @@ class LayerRange:
 
     def _break_layers(self) -> dict[str, Any]:
         if self._graph_layers is None:
-            self._graph_layers = self._engine.graph_layers(self._model)
+            self._graph_layers = self._engine.graph_layers(self._living_model())
         found = self._graph_layers
         return {
             "attention_layers": found.attention_layers,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import pluggy
 
@@ -56,10 +57,10 @@ class ServedModel:
         self, engine: Engine, model: Any, settings: Settings, manager: pluggy.PluginManager, log: RankLog
     ) -> None:
         self.engine = engine
-        self.model = model
+        # The engine's to keep: a model that it drops is freed, and with it this and its banks.
+        self._model = ref(model)
         self.settings = settings
         self.log = log
-        self.layers = list(model.layers)
         self.stand_down: str | None = None
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.replays: Counter[tuple[str, int]] = Counter()
@@ -70,6 +71,18 @@ class ServedModel:
         # A rehearsal is no request: it is not counted, compared or logged.
         self.rehearsing = False
         self._forced: Callable[[Step], list[Takeover]] | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model.
+
+        Raises:
+            ReferenceError: if the engine has dropped it.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the engine has dropped this model; nothing can run in its banks")
+        return model
 
     @property
     def may_replay_tails(self) -> bool:
@@ -103,7 +116,7 @@ class ServedModel:
         step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop)
         takeovers = self.takeovers(step)
         if takeovers:
-            model = step_view(model, self.layers, takeovers, self.engine.hand_over)
+            model = step_view(model, list(model.layers), takeovers, self.engine.hand_over)
         return loop(model, *args)
 
     def _passes(self, batch: Any) -> bool:

@@ -42,7 +42,7 @@ class Startup:
         served: ServedModel,
         dummies: Dummies,
         backend: GraphBackend,
-        make_guard: Callable[[], AddressGuard],
+        make_guard: Callable[[int, int], AddressGuard],
         ranks: Ranks,
         device: Device,
         chunk_size: int | None,
@@ -56,7 +56,7 @@ class Startup:
         self.banks: list[Bank] = []
         self._backend = backend
         self._make_guard = make_guard
-        self._guard: AddressGuard | None = None
+        self._guards: dict[tuple[int, int], AddressGuard] = {}
         self._ranks = ranks
         self._device = device
         self._strict = strict
@@ -86,18 +86,19 @@ class Startup:
             layers=LayerRange(served.engine, served.model, served.plain_loop, first, last),
             buckets=buckets,
             backend=backend,
-            guard=self.guard_now(),
+            guard=self.guard_now(first, last),
             local_rows=served.engine.local_rows,
             captured_layers=tuple(i for i in wanted if first <= i < last),
             free_bytes=self._device.free_bytes,
+            synchronize=self._device.synchronize,
             debug=served.settings.debug,
         )
 
-    def guard_now(self) -> AddressGuard:
-        """The address guard, made once every workspace has its final size."""
-        if self._guard is None:
-            self._guard = self._make_guard()
-        return self._guard
+    def guard_now(self, first: int, last: int) -> AddressGuard:
+        """The address guard of layers ``[first, last)``, made when first asked for: workspaces have grown by then."""
+        if (first, last) not in self._guards:
+            self._guards[first, last] = self._make_guard(first, last)
+        return self._guards[first, last]
 
     def grow(self) -> None:
         """One eager forward of the largest step, nobody capturing: every workspace reaches its final size."""
@@ -236,7 +237,6 @@ class Startup:
 
     def open(self) -> None:
         """The engine has captured its own graphs: from here on time and memory are ours."""
-        self.guard_now()
         self._began, self._free_before = time.perf_counter(), self._device.free_bytes()
 
     def release(self) -> None:

@@ -26,6 +26,8 @@ MODEL_MODULE = "sglang.srt.models.deepseek_v4"
 # Off while a bank captures: under the capture flag it sends ratio-0 layers down a prepare that stores their K
 # into the slots of the captured step.
 MULTI_STREAM_ENV = "SGLANG_OPT_USE_MULTI_STREAM_OVERLAP"
+# What a process knows of its own part in a server, as far as it has been told.
+RUNTIME_CONTEXT = "sglang.srt.runtime_context"
 # Rows of one request's tail under decoder SWA bounded replay.
 TAIL_ROWS_PER_REQUEST = 128
 
@@ -35,6 +37,8 @@ _BREAKABLE = _RUNNER + "runner_backend_utils.breakable_cuda_graph."
 _PIECEWISE = _RUNNER + "runner_backend_utils.tc_piecewise_cuda_graph.context_manager."
 _MODEL = MODEL_MODULE + "."
 _TAIL = _SRT + "models.deepseek_v4_replay_tail."
+_UPDATER = _RUNNER + "model_runner_components.weight_updater.WeightUpdater."
+_CAUSAL_LM = _MODEL + "DeepseekV4ForCausalLM."
 _V22, _V23 = ("0.5.22",), ("0.5.23",)
 
 _LOOP = (
@@ -67,6 +71,30 @@ def release(engine_version: str) -> str:
     """The release part of a version: ``0.5.23`` of ``0.5.23.post1+cu130``."""
     return ".".join(engine_version.split("+")[0].split(".")[:3])
 
+
+# Everything through which the engine changes the weights of a model in service. (Loading a model again builds another
+# one; releasing memory needs the memory saver, with which nothing is captured.)
+WEIGHT_UPDATES = (
+    Contract(
+        "weights_from_disk",
+        _UPDATER + "update_weights_from_disk",
+        "self, model_path, load_format, weight_name_filter=, recapture_cuda_graph=",
+    ),
+    Contract("weights_from_distributed", _UPDATER + "load_weights_from_distributed", "self, named_tensors"),
+    Contract("weights_from_tensor", _UPDATER + "update_weights_from_tensor", "self, named_tensors, load_format="),
+    Contract("weights_from_ipc", _UPDATER + "update_weights_from_ipc", "self, recv_req"),
+    Contract("weight_update_begin", _UPDATER + "begin_weight_update", "self"),
+    Contract("weight_update_end", _UPDATER + "end_weight_update", "self, *, run_post_load"),
+    # Where the ways above end, and others come in: a backup of experts, a remote instance, a trainer in the process.
+    Contract("weights_loaded", _CAUSAL_LM + "load_weights", "self, weights, is_nextn="),
+    Contract("weights_derived", _CAUSAL_LM + "post_load_weights", "self, is_nextn=, weight_names="),
+    Contract(
+        "experts_relocated",
+        _SRT + "eplb.expert_location_updater.ExpertLocationUpdater.update",
+        "self, routed_experts_weights_of_layer, new_expert_location_metadata, update_layer_ids, nnodes, rank, "
+        "use_flat_topology=",
+    ),
+)
 
 HOOKS = (
     Contract("model_built", _MODEL + "DeepseekV4Model.__init__", "self, config, quant_config=, prefix="),
@@ -112,6 +140,7 @@ HOOKS = (
         "layer, x, q_lora, positions",
         ("0.5.22",),
     ),
+    *WEIGHT_UPDATES,
 )
 
 CALLS = (
@@ -171,6 +200,7 @@ CALLS = (
         _RUNNER + "forward_batch_info.compute_local_num_token_non_padded_cpu",
         "global_num_token_non_padded, num_tokens_per_dp, *, sharded",
     ),
+    Contract("moe_a2a_backend", _SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
     Contract("expert_recorder", _SRT + "eplb.expert_distribution.get_global_expert_distribution_recorder", ""),
     Contract("get_parallel", _SRT + "runtime_context.get_parallel", ""),
     Contract("get_schedule", _SRT + "runtime_context.get_schedule", ""),

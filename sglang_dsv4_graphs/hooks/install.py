@@ -19,14 +19,15 @@ from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank
 from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.full_layer import FullLayerBank
 from sglang_dsv4_graphs.bank.probes import KnownBuffers
-from sglang_dsv4_graphs.engine.api import Engine
-from sglang_dsv4_graphs.engine.facts import hooks_for, installed_version
+from sglang_dsv4_graphs.engine.api import Engine, speaks_for_server
+from sglang_dsv4_graphs.engine.facts import WEIGHT_UPDATES, hooks_for, installed_version
 from sglang_dsv4_graphs.extend import ExtensionError, make_manager
 from sglang_dsv4_graphs.hooks.breaks import RangeBreaks
 from sglang_dsv4_graphs.hooks.contracts import install_reason
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
 from sglang_dsv4_graphs.hooks.prefill_graph import PrefillGraphTail
 from sglang_dsv4_graphs.hooks.runtime import Runtime
+from sglang_dsv4_graphs.hooks.weight_updates import WeightUpdates
 from sglang_dsv4_graphs.log import RankLog
 from sglang_dsv4_graphs.settings import Settings
 
@@ -73,10 +74,11 @@ def install(settings: Settings, *, third_parties: bool = True) -> Installation |
 
 
 def stand_down(reason: str, strict: bool, log: RankLog | None = None) -> None:
-    """Say why prefill stays eager; a strict server stops here."""
+    """Say why prefill stays eager, once per server; a strict server stops here."""
     if strict:
         raise StrictError(reason)
-    (log or RankLog()).info("eager", reason=reason)
+    if speaks_for_server():
+        (log or RankLog()).info("eager", reason=reason)
 
 
 def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bool) -> Installation:
@@ -85,9 +87,11 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     manager.register(KnownBuffers(), name="known-buffers")
     # pluggy calls the last registered first: the full-layer bank captures before the decoder-replay bank.
     manager.register(decoder_replay, name=DECODER_REPLAY)
-    manager.register(FullLayerBank(), name=FULL_LAYER)
+    full_layer = FullLayerBank()
+    manager.register(full_layer, name=FULL_LAYER)
     runtime = Runtime(engine, settings, manager, log)
     breaks = RangeBreaks(engine, settings)
+    updates = WeightUpdates([full_layer, decoder_replay])
     prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)
     hooks: dict[str, tuple[str, Callable[..., Any]]] = {
         "model_built": ("after", runtime.after_model_built),
@@ -100,6 +104,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
         "low_ratio_sources": ("around", breaks.around_low_ratio_sources),
         "tail_breaks_out": ("around", prefill_graph.around_breaks_out),
         "tail_run": ("around", prefill_graph.around_run),
+        **{c.name: ("around", updates.around) for c in WEIGHT_UPDATES},
     }
     ledger = Ledger(engine)
     ledger.apply([(c, *hooks[c.name]) for c in hooks_for(engine.version)])

@@ -19,7 +19,7 @@ from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
 from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.guard import AddressGuard
-from sglang_dsv4_graphs.bank.probes import model_weights
+from sglang_dsv4_graphs.bank.probes import derived_tensors, model_weights
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.bank.sweep import Startup
@@ -41,6 +41,8 @@ def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
         unified_kv=bool(engine.unified_kv()),
         hisparse=getattr(runner, "hisparse_coordinator", None) is not None,
         lora=runner.lora_manager is not None,
+        weight_offload=engine.offloads_weights(),
+        expert_all_to_all=not engine.moe_a2a_backend().is_none(),
         memory_saver=bool(getattr(runner.server_args, "enable_memory_saver", False)),
         pool_borrowing=bool(engine.envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.get()),
         forward_hooks=bool(engine.get_observability().forward_hooks),
@@ -77,9 +79,9 @@ def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: plug
     parallel = engine.get_parallel()
     probe = Probe(runner, runner.attn_backend, model)
 
-    def guard() -> AddressGuard:
+    def guard(first: int, last: int) -> AddressGuard:
         buffers = [b for found in manager.hook.dsv4_graphs_guard(probe=probe) for b in found]
-        return AddressGuard(buffers, model_weights(model, model.start_layer, model.end_layer))
+        return AddressGuard([*buffers, *derived_tensors(model, first, last)], model_weights(model, first, last))
 
     group = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
     served.ranks = Ranks(parallel.tp_rank, parallel.tp_size, group)

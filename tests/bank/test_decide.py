@@ -18,6 +18,8 @@ SERVER = {
     "unified_kv": "unified KV",
     "hisparse": "HiSparse",
     "lora": "LoRA",
+    "weight_offload": "weight offload",
+    "expert_all_to_all": "expert all-to-all",
     "memory_saver": "memory saver",
     "pool_borrowing": "graph-pool borrowing",
     "forward_hooks": "forward hooks",
@@ -96,7 +98,7 @@ def test_reasons_of_rows(rows: int, reason: str) -> None:
 
 def test_reasons_are_distinct() -> None:
     """They are counter labels: two with one text could not be told apart."""
-    steps = [*STEP.values(), decide.NO_ROWS, decide.TOO_MANY_ROWS, decide.RETIRED]
+    steps = [*STEP.values(), decide.NO_ROWS, decide.TOO_MANY_ROWS, decide.NOTHING_CAPTURED, decide.RETIRED]
     servers = [server_reason(dataclasses.replace(ORDINARY, **{fact: True})) for fact in SERVER]
     assert len({*steps, *servers}) == len(steps) + len(servers)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,14 +37,18 @@ class Served:
         self.decoder, self.full = DecoderReplayBank(), FullLayerBank()
         for bank in (self.decoder, self.full):
             self.world.manager.register(bank, name=bank.name)
-        self.moving = torch.zeros(1)
+        self.others = others = {"workspace": torch.zeros(1)}
+
+        def workspace() -> torch.Tensor:
+            return others["workspace"]
+
         self.dummies = SmallDummies(self.world, most_rows=200)
         self.dummies.most_requests = 6
         self.startup = Startup(
             served=self.world.served,
             dummies=self.dummies,  # type: ignore[arg-type]
             backend=TapeBackend(self.world.engine.capture_var, poison=True),
-            make_guard=lambda: AddressGuard([GuardedBuffer("workspace", lambda: self.moving)]),
+            make_guard=lambda first, last: AddressGuard([GuardedBuffer("workspace", workspace)]),
             ranks=Ranks(0, 1),
             device=FakeDevice(),  # type: ignore[arg-type]
             chunk_size=chunk,
@@ -192,20 +198,77 @@ def test_a_moved_buffer_retires_its_bank_before_the_replay(which: str, caplog: p
     bank = served.bank(getattr(served, which))
     other = served.bank(served.decoder if which == "full" else served.full)
     # Only this bank's graphs were captured where the buffer was before.
-    old, served.moving = served.moving, torch.zeros(2)
+    old, now = served.others["workspace"], torch.zeros(2)
+    served.others["workspace"] = now
     for rows in other.buckets:
         other._captured[rows].addresses = other.guard.addresses()
     replayed = served.step([5])
     assert replayed == [{"full": "decoder-replay 4", "decoder": "full-layer 8"}[which]]
     assert bank.buckets == ()
-    assert f"buffer=workspace moved: captured at {old.data_ptr():#x}, now at {served.moving.data_ptr():#x}" in str(
-        bank.retired
-    )
+    assert f"buffer=workspace moved: captured at {old.data_ptr():#x}, now at {now.data_ptr():#x}" in str(bank.retired)
     assert served.step([5]) == replayed
     assert dict(served.served.fallbacks) == {(bank.name, "bank retired"): 2}
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1
     assert errors[0].startswith(f"dsv4-graphs: moved-buffer rank=0 bank={bank.name} reason=")
+
+
+def test_a_probe_that_raises_retires_the_bank_and_the_step_is_eager() -> None:
+    served = Served()
+    assert served.step([5]) == ["decoder-replay 4", "full-layer 8"]
+    del served.others["workspace"]
+    assert served.step([5]) == []
+    assert "workspace moved: captured at 0x" in str(served.bank(served.full).retired)
+    assert "KeyError: 'workspace'" in str(served.bank(served.decoder).retired)
+
+
+def test_every_bank_is_told_of_weight_updates() -> None:
+    served = Served()
+    compared: list[bool] = []
+    for which in (served.full, served.decoder):
+        guard = served.bank(which).guard
+        guard._buffers = (GuardedBuffer("dear", lambda: compared.append(True), cheap=False),)  # type: ignore[func-returns-value]
+        guard._cheap = ()
+        for held in served.bank(which)._captured.values():
+            held.addresses = guard.addresses()
+    compared.clear()
+    served.step([5])
+    assert compared == []
+    for which in (served.full, served.decoder):
+        which.weights_changed()
+        served.step([5])
+        served.step([5])
+        assert compared == [True]
+        compared.clear()
+
+
+def test_nothing_captured_is_a_reason_of_its_own() -> None:
+    served = Served()
+    for rows in FULL:
+        served.bank(served.full).drop(rows)
+    assert served.step([25]) == served.step([5]) == ["decoder-replay 4"]
+    assert dict(served.served.fallbacks) == {("full-layer", "nothing captured"): 2}
+    served.bank(served.full).retire("because")
+    served.step([5])
+    assert served.served.fallbacks["full-layer", "bank retired"] == 1
+
+
+@pytest.mark.parametrize("shadow", [0, 1])
+def test_a_model_that_the_engine_drops_is_freed_with_its_banks(shadow: int) -> None:
+    served = Served(shadow=shadow)
+    served.step([5])
+    held: Any = served.bank(served.full)
+    gone = {
+        "model": weakref.ref(served.world.model),
+        "served": weakref.ref(served.served),
+        "rows": weakref.ref(held.owned_tensors()[0]),
+        "recording": weakref.ref(held.recording(8)),
+    }
+    plugin = (served.full, served.decoder, served.world.manager)  # what lives as long as the installation
+    del served, held
+    gc.collect()
+    assert {name: r() for name, r in gone.items()} == dict.fromkeys(gone)
+    assert plugin[0].bank is not None
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -233,7 +296,7 @@ def test_every_rank_is_asked_before_each_replay() -> None:
 
 def test_a_moved_buffer_ends_a_strict_server() -> None:
     served = Served(strict=True)
-    served.moving = torch.zeros(2)
+    served.others["workspace"] = torch.zeros(2)
     with pytest.raises(MovedBufferError, match="buffer=workspace"):
         served.world.run(served.world.batch([5]))
 

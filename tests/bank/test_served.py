@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import suppress
 from types import SimpleNamespace
@@ -217,6 +218,13 @@ def test_a_moved_buffer_retires_the_bank_or_ends_a_strict_server(
     (message,) = caplog.messages
     assert message.startswith("dsv4-graphs: moved-buffer rank=0 bank=full-layer reason=")
     assert ("workspace moved: captured at 0x10, now at nowhere" in message) is here
+
+
+def test_a_model_that_the_engine_dropped_is_named() -> None:
+    served = World().served
+    gc.collect()
+    with pytest.raises(ReferenceError, match="the engine has dropped this model"):
+        served.model  # noqa: B018
 
 
 def test_forced_steps_nest_and_end(world: World, part: Part) -> None:

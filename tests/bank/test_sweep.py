@@ -31,7 +31,7 @@ class FakeDevice:
         self.is_cuda = is_cuda
         self.free, self.releases, self.streams = 10_000, 0, []
         self.times: Callable[[int], float] = lambda call: 0.0
-        self.timed = 0
+        self.timed = self.waits = 0
 
     def free_bytes(self) -> int:
         self.free -= 100
@@ -39,6 +39,9 @@ class FakeDevice:
 
     def release(self) -> None:
         self.releases += 1
+
+    def synchronize(self) -> None:
+        self.waits += 1
 
     def seconds(self, call: Callable[[], object]) -> float:
         call()
@@ -76,7 +79,7 @@ class Sweep:
         cuda: bool = False,
     ) -> None:
         self.world, self.dummies, self.device = world, SmallDummies(world), FakeDevice(is_cuda=cuda)
-        self.guards = 0
+        self.guards: list[tuple[int, int]] = []
         self.startup = Startup(
             served=world.served,
             dummies=self.dummies,  # type: ignore[arg-type]
@@ -88,8 +91,8 @@ class Sweep:
             strict=strict,
         )
 
-    def make_guard(self) -> AddressGuard:
-        self.guards += 1
+    def make_guard(self, first: int, last: int) -> AddressGuard:
+        self.guards.append((first, last))
         return AddressGuard([])
 
     def captured(
@@ -189,15 +192,24 @@ def test_nothing_is_captured_before_growing() -> None:
         Sweep(World()).startup.make_bank("full-layer", 0, LATE, BUCKETS)
 
 
-def test_the_guard_is_made_once_when_workspaces_have_grown() -> None:
+def test_each_range_has_a_guard_made_when_workspaces_have_grown() -> None:
     s = Sweep(World())
     s.startup.grow()
-    assert s.guards == 0
     s.startup.open()
-    banks = [s.startup.make_bank(name, 0, LATE, BUCKETS) for name in ("one", "two")]
-    assert s.guards == 1
-    assert banks[0].guard is banks[1].guard
+    assert s.guards == []
+    ranges = {"one": (0, LATE), "two": (LATE, LAYERS), "three": (0, LATE)}
+    banks = [s.startup.make_bank(name, first, last, BUCKETS) for name, (first, last) in ranges.items()]
+    assert s.guards == [(0, LATE), (LATE, LAYERS)]
+    assert banks[0].guard is banks[2].guard is not banks[1].guard
     assert s.startup.banks == banks
+
+
+def test_a_bank_waits_for_its_device_before_it_is_retired() -> None:
+    s = Sweep(World())
+    bank = s.captured()
+    waits = s.device.waits
+    bank.retire("because")
+    assert s.device.waits == waits + 1
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ import pytest
 pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.engine import facts
+from sglang_dsv4_graphs.engine.api import speaks_for_server
 from sglang_dsv4_graphs.extend import ENTRY_POINT_GROUP, hookimpl
 from sglang_dsv4_graphs.hooks.install import Installation, StrictError, install, stand_down
 from sglang_dsv4_graphs.hooks.ledger import hook_in_chain, owner_of, raw_attribute
 from sglang_dsv4_graphs.settings import Settings
 from tests.distributions import install_distribution
+from tests.fresh import in_fresh_process
 
 pytestmark = pytest.mark.engine
 
@@ -269,3 +272,41 @@ def test_standing_down_is_logged_or_raised(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(StrictError, match="refuses to start: because of that"):
         stand_down("because of that", strict=True)
     assert len(caplog.messages) == 1
+
+
+def in_a_process_that_stands_down(role: str | None, ranks: dict[str, int]) -> None:
+    """A process that the engine told ``role`` and ``ranks`` (None: nothing yet), and that stands down."""
+    import tempfile
+
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_dsv4_graphs.cpu_engine.config import ModelShape, write_config
+
+    if role is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            model = str(write_config(Path(folder), ModelShape()))
+            args = ServerArgs(model_path=model, device="cpu", tp_size=2)
+            publish(args, role=role, ranks=SpawnRanks(**ranks) if ranks else None)
+    stand_down("because of that", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("role", "ranks", "lines"),
+    [
+        (None, {}, 1),
+        ("scheduler", {"world_rank": 0}, 1),
+        ("scheduler", {"world_rank": 1}, 0),
+        ("scheduler", {"world_rank": 0, "dp_rank": 1}, 0),
+        ("tokenizer", {}, 0),
+    ],
+)
+def test_one_process_of_a_server_says_that_it_stands_down(role: str | None, ranks: dict[str, int], lines: int) -> None:
+    finished = in_fresh_process(in_a_process_that_stands_down, role, ranks)
+    assert finished.lines == ['dsv4-graphs: eager reason="because of that"'] * lines
+
+
+def test_an_engine_that_knows_no_ranks_keeps_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for context in (None, SimpleNamespace(), SimpleNamespace(get_parallel=SimpleNamespace)):
+        monkeypatch.setitem(sys.modules, facts.RUNTIME_CONTEXT, context)
+        assert speaks_for_server()

@@ -37,6 +37,7 @@ class Engine:
         self.unified, self.borrowing, self.hooks, self.mode, self.prefill_graph = False, False, None, "null", False
         borrow = SimpleNamespace(get=lambda: self.borrowing)
         self.envs = SimpleNamespace(SGLANG_ENABLE_GRAPH_POOL_BORROW=borrow)
+        self.offloads, self.a2a = False, "none"
         self.asked: list[str] = []
 
     def get_parallel(self) -> Any:
@@ -44,6 +45,12 @@ class Engine:
 
     def get_exec(self) -> Any:
         return SimpleNamespace(overlap=self.overlap)
+
+    def offloads_weights(self) -> bool:
+        return self.offloads
+
+    def moe_a2a_backend(self) -> Any:
+        return SimpleNamespace(is_none=lambda: self.a2a == "none")
 
     def get_observability(self) -> Any:
         return SimpleNamespace(forward_hooks=self.hooks)
@@ -125,6 +132,8 @@ CHANGES = {
     "unified_kv": ("engine.unified", True, True),
     "hisparse": ("runner.hisparse_coordinator", object(), True),
     "lora": ("runner.lora_manager", object(), True),
+    "weight_offload": ("engine.offloads", True, True),
+    "expert_all_to_all": ("engine.a2a", "deepep", True),
     "memory_saver": ("runner.server_args.enable_memory_saver", True, True),
     "pool_borrowing": ("engine.borrowing", True, True),
     "forward_hooks": ("engine.hooks", [{"name": "x"}], True),
@@ -173,7 +182,9 @@ def in_a_process_with_published_arguments() -> list[str]:
     engine, runner, found = RealEngine(str(installed_version())), Runner(), []
     runner.server_args = args
 
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
     from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+    from sglang.srt.runtime_context import get_flags
 
     breakable = PhaseConfig(backend=Backend.BREAKABLE)
 
@@ -182,6 +193,8 @@ def in_a_process_with_published_arguments() -> list[str]:
 
     assert read() == ServerFacts(device="cuda")
     scopes = {
+        "weight_offload": engine.get_exec().offload.override(cpu_offload_gb=1),
+        "expert_all_to_all": get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP),
         "two_batch_overlap": engine.get_exec().overlap.override(enable_two_batch_overlap=True),
         "forward_hooks": engine.get_observability().override(forward_hooks=[{"name": "x"}]),
         "decode_only": engine.get_disagg().override(disaggregation_mode="decode"),
@@ -198,7 +211,15 @@ def in_a_process_with_published_arguments() -> list[str]:
 
 @pytest.mark.engine
 def test_the_real_engine_has_these_places() -> None:
-    expected = ["two_batch_overlap", "forward_hooks", "decode_only", "pool_borrowing", "prefill_graph"]
+    expected = [
+        "weight_offload",
+        "expert_all_to_all",
+        "two_batch_overlap",
+        "forward_hooks",
+        "decode_only",
+        "pool_borrowing",
+        "prefill_graph",
+    ]
     assert in_fresh_process(in_a_process_with_published_arguments).value == expected
 
 
@@ -325,16 +346,19 @@ def test_what_the_sweep_is_given(size: int) -> None:
     assert (ranks.rank, ranks.size, ranks._group) == (size - 1, size, group if size > 1 else None)
 
     assert probes == []  # asked when workspaces have grown
-    guard = startup.guard_now()
+    model = served.model
+    model.layers[1].derived = torch.zeros(2)  # type: ignore[assignment]
+    guard = startup.guard_now(1, 2)
     ((probe,),) = (probes,)
     assert (probe.model_runner, probe.attn_backend, probe.model) == (runner, runner.attn_backend, served.model)
-    assert guard.names == ("workspace",)
+    assert guard.names == ("workspace", "layers.1.derived")
     captured = guard.addresses()
     guard.check(captured, bank="b", bucket=1, everything=True)
-    kept = served.model.layers[1].weight.data
-    served.model.layers[2].weight.data = torch.zeros(2, 2)  # not of this model's range
-    guard.check(captured, bank="b", bucket=1, everything=True)
+    kept = [layer.weight.data for layer in model.layers]
+    for other in (0, 2):  # not of this bank's range
+        model.layers[other].weight.data = torch.zeros(2, 2)
+        guard.check(captured, bank="b", bucket=1, everything=True)
     served.model.layers[1].weight.data = torch.zeros(2, 2)
     with pytest.raises(MovedBufferError, match=r"buffer=layers\.1\.weight"):
-        guard.check(captured, bank="b", bucket=1, everything=True)
+        guard.check(captured, bank="b", bucket=1)
     assert kept is not None

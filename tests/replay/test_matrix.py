@@ -55,6 +55,17 @@ def pool_borrowing(server: Server) -> Any:
     return server.installation.runtime.engine.envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.override(True)
 
 
+def offload(**arguments: int) -> Callable[[Server], Any]:
+    return lambda server: server.installation.runtime.engine.get_exec().offload.override(**arguments)
+
+
+def expert_all_to_all(server: Server) -> Any:
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+    from sglang.srt.runtime_context import get_flags
+
+    return get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP)
+
+
 @contextmanager
 def unified_kv(server: Server) -> Iterator[None]:
     """An AMD GPU with the backend that has it, as the engine's own gate sees them."""
@@ -88,6 +99,13 @@ FACTS: dict[str, tuple[Callable[[Server], Any], str]] = {
     "unified KV": (unified_kv, "unified KV: "),
     "HiSparse": (lambda s: attribute(s.runner, "hisparse_coordinator", object()), "HiSparse: "),
     "LoRA": (lambda s: attribute(s.runner, "lora_manager", object()), "LoRA: "),
+    "weight offload": (offload(cpu_offload_gb=1), "weight offload: "),
+    "weight offload in groups": (offload(offload_group_size=2), "weight offload: "),
+    "experts on the CPU": (
+        lambda s: s.installation.runtime.engine.get_exec().moe.override(kt_weight_path="/experts"),
+        "weight offload: ",
+    ),
+    "expert all-to-all": (expert_all_to_all, "expert all-to-all: "),
     "graph-pool borrowing": (pool_borrowing, "graph-pool borrowing: "),
     "forward hooks": (
         lambda s: s.installation.runtime.engine.get_observability().override(forward_hooks=[{"name": "mine"}]),
