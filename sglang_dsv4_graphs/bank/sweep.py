@@ -117,7 +117,8 @@ class Startup:
         What else it held goes back to the device, whose free memory the engine may measure next.
         """
         start = time.perf_counter()
-        tails = min(self.largest_tail, self.served.settings.decoder_replay_max_rows)
+        late = self.served.model.late_layer_start is not None
+        tails = min(self.largest_tail, self.served.settings.decoder_replay_max_rows) if late else 0
         rows = min(max(self.largest_step, tails), self.dummies.most_rows)
         with self.served.forced(lambda step: [Takeover.of_nothing(decoder_replay_tail=None)]):
             self.run(lambda: self.dummies.batch(rows), self.dummies.run)

@@ -212,10 +212,10 @@ def test_a_moved_buffer_retires_its_bank_before_the_replay(which: str, caplog: p
 def test_a_buffer_that_moved_on_another_rank_retires_the_bank_here(strict: bool) -> None:
     served = Served(strict=strict)
     asked: list[bool] = []
-    served.served.ranks = SimpleNamespace(any=lambda problem: asked.append(problem) or True)  # type: ignore[assignment]
+    served.served.ranks = SimpleNamespace(who=lambda problem: asked.append(problem) or 0)  # type: ignore[assignment]
     assert served.step([5]) == []
     assert asked == [False, False]
-    assert served.bank(served.full).retired == "a guarded buffer moved on another rank"
+    assert served.bank(served.full).retired == "a guarded buffer moved on rank 0"
     assert {reason for _, reason in served.served.fallbacks} == {"bank retired"}
     assert served.step([5]) == []
     assert asked == [False, False]  # a retired bank asks nobody, on every rank
@@ -224,7 +224,7 @@ def test_a_buffer_that_moved_on_another_rank_retires_the_bank_here(strict: bool)
 def test_every_rank_is_asked_before_each_replay() -> None:
     served = Served()
     asked: list[bool] = []
-    served.served.ranks = SimpleNamespace(any=lambda problem: asked.append(problem) or False)  # type: ignore[assignment]
+    served.served.ranks = SimpleNamespace(who=lambda problem: asked.append(problem))  # type: ignore[assignment]
     served.step([5])
     assert asked == [False, False]
     served.step([25])  # nothing of the full-layer bank to ask about: all ranks know the rows
