@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,3 +270,25 @@ def test_standing_down_is_logged_or_raised(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(StrictError, match="refuses to start: because of that"):
         stand_down("because of that", strict=True)
     assert len(caplog.messages) == 1
+
+
+def test_a_third_party_that_fails_at_shutdown_stops_nobody(
+    installed: Callable[..., Installation | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Extensions are told first, and our banks hold the memory of their graphs."""
+
+    class Fails:
+        @hookimpl
+        def dsv4_graphs_shutdown(self) -> None:
+            raise OSError("already closed")
+
+    installation = installed()
+    assert installation is not None
+    told: list[str] = []
+    for name in ("full-layer", "decoder-replay"):
+        bank = installation.manager.get_plugin(name)
+        bank._banks = {object(): SimpleNamespace(retire=lambda reason, name=name: told.append(name))}
+    installation.manager.register(Fails(), name="theirs")
+    installation.undo()
+    assert sorted(told) == ["decoder-replay", "full-layer"]
+    assert "dsv4-graphs: shutdown-failed extension=theirs" in caplog.messages
