@@ -7,7 +7,8 @@ the stream that freed them, and the ranges never run at the same time as each ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -87,13 +88,13 @@ class CudaGraphBackend(GraphBackend):
         try:
             self._ranks.rendezvous()
             with engine.graph_capture(stream=self._stream) as context, self._ranks.telling():
-                graph, outputs = self._record(noted, warmups, context.stream)
+                with noted.reasons():
+                    graph, outputs = self._record(noted, warmups, context.stream)
                 self._ranks.rendezvous()
         except Exception as e:
             # A later capture would register them with its own, at addresses that are gone or of another order by rank.
             engine.forget_graph_inputs()
-            first = noted.error or e
-            raise CaptureError(brief(first)) from first
+            raise CaptureError(brief(e)) from e
         torch.cuda.current_stream().wait_stream(context.stream)
         torch.cuda.synchronize()
         return CudaRecording(engine, graph, outputs)
@@ -128,3 +129,15 @@ class _Noted:
         except Exception as e:
             self.error = e
             raise
+
+    @contextmanager
+    def reasons(self) -> Iterator[None]:
+        """Raise what the body raised, whatever came over it on the way out."""
+        try:
+            yield
+        except Exception as e:
+            if self.error is None or self.error is e:
+                raise
+        else:
+            return
+        raise self.error
