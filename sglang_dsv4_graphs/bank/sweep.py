@@ -184,7 +184,7 @@ class Startup:
     def _check_room(self, bank: Bank, rows: int) -> None:
         """Stop on all ranks alike where one has too little memory for ``rows`` rows; meets the other ranks."""
         costs = [stats.bytes for stats in reversed(bank.stats)]
-        free, expected = self.device.free_bytes(), expected_bytes(rows, self._grown, costs)
+        free, expected = self.device.room_bytes(), expected_bytes(rows, self._grown, costs)
         notes = [note.split() for note in self.ranks.rendezvous(f"{free} {expected}")]
         problem = shortage(rows, [int(n[0]) for n in notes], [int(n[1]) for n in notes])
         if problem is not None and self.device.is_cuda:

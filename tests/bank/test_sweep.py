@@ -38,6 +38,9 @@ class FakeDevice:
         self.free -= 100
         return self.free
 
+    def room_bytes(self) -> int:
+        return self.free
+
     def release(self) -> None:
         self.releases += 1
 

@@ -84,6 +84,9 @@ class Clock:
     def free_bytes(self) -> int:
         return self._free()
 
+    def room_bytes(self) -> int:
+        return self._free()
+
     def release(self) -> None: ...
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
