@@ -199,6 +199,17 @@ def test_the_largest_step(chunk: int | None, setting: int, rows: int) -> None:
     assert Sweep(World(full_layer_max_tokens=setting), chunk=chunk).startup.largest_step == rows
 
 
+@pytest.mark.parametrize(("late", "cap", "rows"), [(False, 2048, 200), (True, 2048, 256), (True, 128, 200)])
+def test_growing_covers_the_largest_dummy_step_of_a_tail(late: bool, cap: int, rows: int) -> None:
+    """Tails are captured in whole steps of 128 rows, which may be more than the chunk."""
+    s = Sweep(World(late=late, decoder_replay_max_rows=cap), chunk=200)
+    s.startup.grow()
+    assert s.dummies.runs == [("layers", rows)]
+    assert s.startup.largest_tail == 256
+    s.dummies.most_requests = 1
+    assert s.startup.largest_tail == 128
+
+
 def test_nothing_is_captured_before_growing() -> None:
     with pytest.raises(CaptureError, match=r"grow\(\) comes before captures"):
         Sweep(World()).startup.make_bank("full-layer", 0, LATE, BUCKETS)
