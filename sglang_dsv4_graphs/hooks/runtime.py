@@ -119,7 +119,10 @@ class Runtime:
             del self._begun[served]
             self._decided.add(served)
             served.ready = True
-            startup.summary()
+            try:
+                startup.summary()
+            except Exception:  # all ranks have agreed; a line of the log must not part them again
+                logger.warning("the summary could not be written", exc_info=True)
 
     def _together(self, served: ServedModel, name: str, part: Callable[[], None]) -> bool:
         """Run a part of the startup on all ranks; False, and all of them eager, if it failed on one."""

@@ -222,6 +222,14 @@ def test_a_startup_that_fails(
     assert process.done == done
 
 
+def test_what_ranks_agreed_on_does_not_hang_on_a_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY, strict=True)
+    process.fails["summary"] = RuntimeError("no device")
+    decoder = process.build()
+    process.start(Runner(decoder))
+    assert process.served(decoder).ready
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_extension_that_fails_on_a_built_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: bool
