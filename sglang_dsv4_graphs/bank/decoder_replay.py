@@ -35,8 +35,7 @@ class DecoderReplayBank(RangeBank):
         served, model = startup.served, startup.served.model
         if model.late_layer_start is None:
             return
-        limit = startup.dummies.most_requests * DECODER_REPLAY_STEP
-        buckets = decoder_replay_buckets(served.settings.decoder_replay_max_rows, limit)
+        buckets = decoder_replay_buckets(served.settings.decoder_replay_max_rows, startup.largest_tail)
         if not buckets:
             return
         first, last = model.late_layer_start, model.end_layer

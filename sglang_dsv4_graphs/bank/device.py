@@ -20,6 +20,11 @@ class Device:
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info()[0]) if self.is_cuda else 0
 
+    def room_bytes(self) -> int:
+        """The most that a capture could get: free memory, and what the allocator holds for nobody."""
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() if self.is_cuda else 0
+        return self.free_bytes() + int(unused)
+
     def release(self) -> None:
         """Give what nothing uses back to the device; pools of living graphs stay."""
         gc.collect()

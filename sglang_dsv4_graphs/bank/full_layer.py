@@ -27,7 +27,9 @@ class FullLayerBank(RangeBank):
     def dsv4_graphs_startup(self, startup: Startup) -> None:
         served, model = startup.served, startup.served.model
         cap = served.settings.full_layer_max_tokens
-        buckets = full_layer_buckets(cap, startup.chunk_size, startup.dummies.most_rows)
+        # No bucket above the largest step: none would replay it, and no workspace has grown to it.
+        limit = min(startup.dummies.most_rows, startup.largest_step)
+        buckets = full_layer_buckets(cap, startup.chunk_size, limit)
         if not buckets:
             return
         last = model.end_layer if model.late_layer_start is None else model.late_layer_start

@@ -118,6 +118,7 @@ class LayerRange:
     @contextmanager
     def capture_scope(self, batch: Any) -> Iterator[None]:
         """Contexts of warm-up, capture and eager comparison runs; break functions break in here."""
+        failed: Exception | None = None
         with (
             torch.no_grad(),
             multi_stream_off(),
@@ -125,7 +126,13 @@ class LayerRange:
             self._marked_breakable(),
             self._engine.range_capture_scope(),
         ):
-            yield
+            try:
+                yield
+            except Exception as e:
+                # The engine's mark logs advice for its own prefill graph about whatever passes it: go round it.
+                failed = e
+        if failed is not None:
+            raise failed
 
     def _marked_breakable(self) -> AbstractContextManager[Any]:
         # Leaving the engine's scope clears the mark, which a prefill-graph step around us has set.

@@ -53,8 +53,10 @@ class RangeBank:
             bank.check(bucket)
         except MovedBufferError as e:
             moved = e
-        if served.ranks.any(moved is not None):
-            served.retire(bank, moved)
+        # An address may stay by chance on one rank where it moves on another, so each step asks all of them.
+        rank = served.ranks.who(moved is not None)
+        if rank is not None:
+            served.retire(bank, moved, rank)
             served.count_fallback(self.name, RETIRED, rows)
             return None
         return bucket

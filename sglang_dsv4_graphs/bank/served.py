@@ -165,13 +165,13 @@ class ServedModel:
         self.fallbacks[bank, reason] += 1
         self.log.once(("fallback", bank, reason), "fallback", bank=bank, reason=reason, rows=rows)
 
-    def retire(self, bank: Bank, moved: MovedBufferError | None) -> None:
-        """A buffer that a bank's graphs read has moved, here or (None) on another rank: no rank replays it again.
+    def retire(self, bank: Bank, moved: MovedBufferError | None, rank: int) -> None:
+        """A buffer that a bank's graphs read has moved, here or (None) on ``rank``: no rank replays it again.
 
         Raises:
             MovedBufferError: in strict mode, on the rank where it moved.
         """
-        reason = "a guarded buffer moved on another rank" if moved is None else str(moved)
+        reason = f"a guarded buffer moved on rank {rank}" if moved is None else str(moved)
         self.log.error("moved-buffer", bank=bank.name, reason=reason)
         bank.retire(reason)
         if self.settings.strict and moved is not None:

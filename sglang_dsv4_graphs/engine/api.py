@@ -113,6 +113,17 @@ class Engine:
         paged = getattr(moe, "enable_paged_experts", False)  # 0.5.23
         return offload.cpu_offload_gb > 0 or offload.offload_group_size > 0 or paged or moe.kt_weight_path is not None
 
+    def forget_graph_inputs(self) -> None:
+        """Drop the all-reduce inputs that a capture which failed left behind.
+
+        The engine's communicators collect them while a graph captures and register them, by their order, with the
+        other ranks when a capture ends well; the engine gives up after a failure and never drops them.
+        """
+        for group in list(self.parallel_groups.values()):
+            pending = getattr(getattr(group(), "ca_comm", None), "_graph_inputs", None)
+            if isinstance(pending, list):
+                pending.clear()
+
     def local_rows(self, rows: int, bucket: int, sharded: bool) -> int:
         """How many of ``rows`` real rows are in this rank's shard of ``bucket``."""
         return int(self.local_row_count(rows, bucket, sharded=sharded))

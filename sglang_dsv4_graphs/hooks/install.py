@@ -28,7 +28,7 @@ from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
 from sglang_dsv4_graphs.hooks.prefill_graph import PrefillGraphTail
 from sglang_dsv4_graphs.hooks.runtime import Runtime
 from sglang_dsv4_graphs.hooks.weight_updates import WeightUpdates
-from sglang_dsv4_graphs.log import RankLog
+from sglang_dsv4_graphs.log import RankLog, line, logger
 from sglang_dsv4_graphs.settings import Settings
 
 
@@ -52,7 +52,16 @@ class Installation:
         """Give the engine back as it was."""
         if self.ledger.patches:
             self.ledger.undo()
-            self.manager.hook.dsv4_graphs_shutdown()
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Tell every plugin of the manager; one that raises must not keep the banks from giving up their memory."""
+        plugins = self.manager.get_plugins()
+        for plugin in plugins:
+            try:
+                self.manager.subset_hook_caller("dsv4_graphs_shutdown", plugins - {plugin})()
+            except Exception:
+                logger.warning(line("shutdown-failed", extension=self.manager.get_name(plugin)), exc_info=True)
 
 
 def install(settings: Settings, *, third_parties: bool = True) -> Installation | None:

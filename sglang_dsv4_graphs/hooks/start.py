@@ -53,38 +53,42 @@ def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
     )
 
 
+def make_ranks(engine: Engine) -> Ranks:
+    """The ranks of this server's tensor-parallel group, on a CPU group of their own.
+
+    Called once per served model, by all ranks alike: after the stand-downs that follow from what every rank knows.
+    A draft's model runner shares the engine's group and has no part in this one.
+    """
+    parallel = engine.get_parallel()
+    if parallel.tp_size == 1:
+        return Ranks(0, 1)
+    return Ranks.of(parallel.tp_rank, parallel.tp_group.ranks)
+
+
 def begin(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> Startup:
-    """Say that we are in, and grow every workspace: before the engine's captures as before ours."""
+    """Say that we are in, and make the sweep; it grows next, before the engine's captures as before ours."""
     banks = [name for name in BANKS if manager.has_plugin(name)]
     served.log.info("installed", engine=engine.version, banks=",".join(banks))
-    startup = make_startup(engine, served, runner, manager)
-    startup.grow()
-    startup.release()  # the engine measures free memory before it captures
-    return startup
+    return make_startup(engine, served, runner, manager)
 
 
 def finish(startup: Startup, runner: Any, manager: pluggy.PluginManager) -> None:
-    """Capture every bank, give memory back, open the step path, and say what it came to."""
+    """Capture every bank, give memory back, and rehearse; the step path is closed again afterwards."""
     startup.open()
     manager.hook.dsv4_graphs_startup(startup=startup)
     startup.drive_engine_tail()
     startup.release()
-    startup.served.ready = True
     startup.rehearse(getattr(runner, "forward_stream", None))
-    startup.summary()
 
 
 def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> Startup:
     model = served.model
-    parallel = engine.get_parallel()
     probe = Probe(runner, runner.attn_backend, model)
 
     def guard(first: int, last: int) -> AddressGuard:
         buffers = [b for found in manager.hook.dsv4_graphs_guard(probe=probe) for b in found]
         return AddressGuard([*buffers, *derived_tensors(model, first, last)], model_weights(model, first, last))
 
-    group = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
-    served.ranks = Ranks(parallel.tp_rank, parallel.tp_size, group)
     return Startup(
         served=served,
         dummies=Dummies(engine, runner, model),
@@ -108,4 +112,4 @@ def make_backend(engine: Engine, served: ServedModel, runner: Any, manager: plug
         pool, stream = engine.global_graph_pool(torch.cuda), engine.global_capture_stream()
     else:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    return CudaGraphBackend(engine, pool=pool, stream=stream, barrier=engine.get_parallel().tp_group.barrier)
+    return CudaGraphBackend(engine, pool=pool, stream=stream, ranks=served.ranks)

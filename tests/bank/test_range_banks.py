@@ -275,19 +275,29 @@ def test_a_model_that_the_engine_drops_is_freed_with_its_banks(shadow: int) -> N
 def test_a_buffer_that_moved_on_another_rank_retires_the_bank_here(strict: bool) -> None:
     served = Served(strict=strict)
     asked: list[bool] = []
-    served.served.ranks = SimpleNamespace(any=lambda problem: asked.append(problem) or True)  # type: ignore[assignment]
+    served.served.ranks = SimpleNamespace(who=lambda problem: asked.append(problem) or 0)  # type: ignore[assignment]
     assert served.step([5]) == []
     assert asked == [False, False]
-    assert served.bank(served.full).retired == "a guarded buffer moved on another rank"
+    assert served.bank(served.full).retired == "a guarded buffer moved on rank 0"
     assert {reason for _, reason in served.served.fallbacks} == {"bank retired"}
     assert served.step([5]) == []
     assert asked == [False, False]  # a retired bank asks nobody, on every rank
 
 
+def test_no_bucket_is_larger_than_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step would replay it, and no workspace has grown to it."""
+    limits: list[int] = []
+    monkeypatch.setattr(full_layer, "full_layer_buckets", lambda cap, chunk, limit: limits.append(limit) or ())
+    monkeypatch.setattr(decoder_replay, "decoder_replay_buckets", lambda rows, limit: limits.append(limit) or ())
+    served = Served(chunk=24, full_layer_max_tokens=1000)
+    assert limits == [24, 128]  # a tail's dummy step is a whole number of 128 rows
+    assert served.dummies.runs[0] == ("layers", 128)
+
+
 def test_every_rank_is_asked_before_each_replay() -> None:
     served = Served()
     asked: list[bool] = []
-    served.served.ranks = SimpleNamespace(any=lambda problem: asked.append(problem) or False)  # type: ignore[assignment]
+    served.served.ranks = SimpleNamespace(who=lambda problem: asked.append(problem))  # type: ignore[assignment]
     served.step([5])
     assert asked == [False, False]
     served.step([25])  # nothing of the full-layer bank to ask about: all ranks know the rows

@@ -211,10 +211,10 @@ def test_a_moved_buffer_retires_the_bank_or_ends_a_strict_server(
     error = MovedBufferError("full-layer", 256, "workspace", 16, None) if here else None
     if strict and here:
         with pytest.raises(MovedBufferError):
-            world.served.retire(bank, error)
+            world.served.retire(bank, error, 3)
     else:
-        world.served.retire(bank, error)
-    assert retired == [str(error) if here else "a guarded buffer moved on another rank"]
+        world.served.retire(bank, error, 3)
+    assert retired == [str(error) if here else "a guarded buffer moved on rank 3"]
     (message,) = caplog.messages
     assert message.startswith("dsv4-graphs: moved-buffer rank=0 bank=full-layer reason=")
     assert ("workspace moved: captured at 0x10, now at nowhere" in message) is here

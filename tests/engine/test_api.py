@@ -245,3 +245,29 @@ def test_model_scope_selects_the_models_shared_experts(engine: Engine) -> None:
     with engine.model_scope(runner):
         assert seen == [{"shared_experts": "its own"}]
     assert seen[1:] == ["back"]
+
+
+def test_inputs_of_a_failed_capture_are_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever communicator a group has: the list, none, or one that keeps its inputs elsewhere."""
+    from sglang.srt.distributed import parallel_state
+
+    pending = [(1, 2)]
+    groups = [
+        SimpleNamespace(ca_comm=SimpleNamespace(_graph_inputs=pending)),
+        SimpleNamespace(ca_comm=None),
+        SimpleNamespace(ca_comm=SimpleNamespace()),
+        None,  # a group that is gone
+    ]
+    monkeypatch.setattr(parallel_state, "_groups", {str(i): lambda g=g: g for i, g in enumerate(groups)})
+    Engine(engine.version).forget_graph_inputs()
+    assert pending == []
+
+
+def test_the_engines_communicator_keeps_its_inputs_where_we_look() -> None:
+    import inspect
+
+    from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
+
+    source = inspect.getsource(custom_all_reduce_v2)
+    assert "self._graph_inputs.append(" in source
+    assert "self._graph_inputs.clear()" in source

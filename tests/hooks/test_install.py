@@ -310,3 +310,25 @@ def test_an_engine_that_knows_no_ranks_keeps_the_line(monkeypatch: pytest.Monkey
     for context in (None, SimpleNamespace(), SimpleNamespace(get_parallel=SimpleNamespace)):
         monkeypatch.setitem(sys.modules, facts.RUNTIME_CONTEXT, context)
         assert speaks_for_server()
+
+
+def test_a_third_party_that_fails_at_shutdown_stops_nobody(
+    installed: Callable[..., Installation | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Extensions are told first, and our banks hold the memory of their graphs."""
+
+    class Fails:
+        @hookimpl
+        def dsv4_graphs_shutdown(self) -> None:
+            raise OSError("already closed")
+
+    installation = installed()
+    assert installation is not None
+    told: list[str] = []
+    for name in ("full-layer", "decoder-replay"):
+        bank = installation.manager.get_plugin(name)
+        bank._banks = {object(): SimpleNamespace(retire=lambda reason, name=name: told.append(name))}
+    installation.manager.register(Fails(), name="theirs")
+    installation.undo()
+    assert sorted(told) == ["decoder-replay", "full-layer"]
+    assert "dsv4-graphs: shutdown-failed extension=theirs" in caplog.messages
