@@ -26,7 +26,6 @@ class ServerFacts:
     forward_hooks: bool = False
     decode_only: bool = False
     prefill_graph: bool = False
-    engram: bool = False
     lagged_hyper_connections: bool = True
 
 
@@ -43,7 +42,6 @@ _SERVER_REASONS = (
     ("pool_borrowing", "graph-pool borrowing: other code writes into graph memory"),
     ("decode_only", "disaggregated decode: this server runs no prefill"),
     ("prefill_graph", "prefill graph: replaying it beside the banks faulted once and is not shown to be safe"),
-    ("engram", "Engram: its hash reads positions that are not padded to a bucket"),
     ("forward_hooks", "forward hooks: a replay does not call them"),
 )
 

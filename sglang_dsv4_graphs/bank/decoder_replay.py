@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
+from sglang_dsv4_graphs.bank.engram import staged_by_scheduler
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.range_bank import RangeBank
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
@@ -40,6 +41,9 @@ class DecoderReplayBank(RangeBank):
         if not buckets:
             return
         first, last = model.late_layer_start, model.end_layer
+        if staged_by_scheduler(model, first, last):
+            served.log.info("skipped", bank=NAME, reason="Engram rows of late layers are staged by the scheduler")
+            return
         bank = startup.make_bank(NAME, first, last, buckets)
         startup.capture_all(bank, lambda rows: startup.dummies.batch(rows, DECODER_REPLAY_STEP))
         if bank.buckets:

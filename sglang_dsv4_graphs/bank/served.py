@@ -16,7 +16,9 @@ import pluggy
 
 from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.decide import StepFacts, step_reason
+from sglang_dsv4_graphs.bank.engram import StepHasher, has_engram
 from sglang_dsv4_graphs.bank.guard import MovedBufferError
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.views import Takeover, step_view
 from sglang_dsv4_graphs.engine import Engine
@@ -36,6 +38,8 @@ class Step:
     capture_dspark: bool
     packer: Any
     loop: Loop
+    # Of a model with Engram: has the ids once the loop has hashed, which is before the first layer.
+    hasher: StepHasher | None = None
 
     @property
     def tail(self) -> Any:
@@ -43,6 +47,18 @@ class Step:
         if self.served.model.late_layer_start is None:
             return None
         return self.served.engine.get_attn_backend().tail_forward_metadata.late_layer_tail
+
+    def inputs(self, first: int, last: int, state: Any, positions: Any, input_ids: Any) -> RangeInputs:
+        """What enters layers ``[first, last)``, from what the loop gives the first of them."""
+        model = self.served.model
+        hash_ids = None
+        if self.hasher is not None and has_engram(model, first, last):
+            hash_ids = self.hasher.ids
+            if first == model.late_layer_start:
+                # The loop has narrowed everything else.
+                hash_ids = self.tail.rows(hash_ids)
+        pre = state.pre if first > model.start_layer else None
+        return RangeInputs(state.residual, pre, positions, input_ids, hash_ids)
 
 
 class ServedModel:
@@ -100,10 +116,12 @@ class ServedModel:
         if self._passes(forward_batch):
             return loop(model, *args)
         facts = self._facts(forward_batch, input_ids, input_ids_global)
-        step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop)
+        hasher = None if model.engram_hasher is None else StepHasher(model.engram_hasher)
+        step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop, hasher)
         takeovers = self.takeovers(step)
         if takeovers:
-            model = step_view(model, self.layers, takeovers, self.engine.hand_over)
+            hashing = [] if hasher is None else [Takeover.of_nothing(engram_hasher=hasher)]
+            model = step_view(model, self.layers, [*takeovers, *hashing], self.engine.hand_over)
         return loop(model, *args)
 
     def _passes(self, batch: Any) -> bool:

@@ -1,9 +1,9 @@
 """Shadow mode: the first replayed steps of a server are also run eagerly, and compared.
 
 The comparison is exact: same rows, same padding, same process. An eager run repeats the step's KV writes, which
-is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix, and
-Engram's history. Such steps are skipped, and so is a range whose first layers read a selection that its later layers
-overwrite (``range_bank.repeatable``).
+is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix. Such
+steps are skipped, and so is a range whose first layers read a selection that its later layers overwrite
+(``range_bank.repeatable``). Engram's history is not written by a range (``engram``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shadow:
 
     def wanted(self, batch: Any) -> bool:
         """Whether the next replay is to be compared."""
-        if self._left <= 0 or self._served.model.engram_hasher is not None:
+        if self._left <= 0:
             return False
         return all(n % 2 == 0 for n in batch.extend_prefix_lens_cpu or ())
 

@@ -18,6 +18,7 @@ from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import UNCHUNKED_ROWS
 from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
+from sglang_dsv4_graphs.bank.engram import has_engram
 from sglang_dsv4_graphs.bank.guard import AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
 from sglang_dsv4_graphs.bank.ranks import Ranks
@@ -156,8 +157,7 @@ class Startup:
 
         def takeovers(step: Step) -> list[Takeover]:
             def run(state: Any, positions: Any, input_ids: Any, step_batch: Any) -> Any:
-                pre = state.pre if first > model.start_layer else None
-                outputs = visit(RangeInputs(state.residual, pre, positions, input_ids), step_batch)
+                outputs = visit(step.inputs(first, last, state, positions, input_ids), step_batch)
                 if outputs.aux is not None:
                     # Only rows of the tail go on to the draft; a late range has no others.
                     tail = step.tail if first == model.start_layer else None
@@ -230,6 +230,8 @@ class Startup:
         tail = getattr(model, "decoder_replay_tail", None)
         if tail is None or any(b.buckets and b.layers.first == model.late_layer_start for b in self.banks):
             return
+        if has_engram(model, model.late_layer_start, model.end_layer):
+            return  # the engine's graphs cannot have one
         self.open_engine_tail()
         with self.served.forced(lambda step: []):
             self.dummies.run(self.dummies.batch(min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)))

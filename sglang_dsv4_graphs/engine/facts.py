@@ -98,6 +98,9 @@ HOOKS = (
     ),
     # The same function; 0.5.22's operator wrapper hides its parameters.
     Contract("attention", _MODEL + "bcg_deepseek_v4_attention_with_output", "*args, **kwargs", _V22),
+    # The break of the Engram hash: 0.5.23 fills a buffer, 0.5.22 returns the ids.
+    Contract("engram_hash", _MODEL + "bcg_deepseek_v4_engram_hash_ids", "hasher, input_ids, out", _V23),
+    Contract("engram_hash", _MODEL + "bcg_deepseek_v4_engram_hash_ids", "hasher, input_ids", _V22),
     Contract("tail_kv_store", _MODEL + "bcg_tail_kv_store", "attention, x, positions, qkv_a", _V23),
     # 0.5.22 stores the SWA K inside the segment and has no stub for the sources' capture pass.
     Contract(

@@ -16,6 +16,7 @@ import pluggy
 
 from sglang_dsv4_graphs.bank.decoder_replay import NAME as DECODER_REPLAY
 from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank
+from sglang_dsv4_graphs.bank.engram import around_hash_break
 from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.full_layer import FullLayerBank
 from sglang_dsv4_graphs.bank.probes import KnownBuffers
@@ -98,6 +99,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
         "tail_kv_store": ("around", breaks.around_tail_kv_store),
         "kv_store": ("around", breaks.around_kv_store),
         "low_ratio_sources": ("around", breaks.around_low_ratio_sources),
+        "engram_hash": ("around", around_hash_break),
         "tail_breaks_out": ("around", prefill_graph.around_breaks_out),
         "tail_run": ("around", prefill_graph.around_run),
     }

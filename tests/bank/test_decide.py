@@ -23,7 +23,6 @@ SERVER = {
     "forward_hooks": "forward hooks",
     "decode_only": "disaggregated decode",
     "prefill_graph": "prefill graph",
-    "engram": "Engram",
 }
 STEP = {
     "speculative": "speculative verify or draft",

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from sglang_dsv4_graphs.bank import decoder_replay, full_layer  # noqa: E402
 from sglang_dsv4_graphs.bank.bank import Bank  # noqa: E402
 from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank  # noqa: E402
-from sglang_dsv4_graphs.bank.full_layer import FullLayerBank, full_layer_overrides  # noqa: E402
+from sglang_dsv4_graphs.bank.full_layer import FullLayerBank  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError  # noqa: E402
 from sglang_dsv4_graphs.bank.ranks import Ranks  # noqa: E402
 from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
@@ -314,13 +314,3 @@ def test_tails_inside_a_prefill_graph() -> None:
     assert dict(served.served.fallbacks) == {("decoder-replay", "more rows than the largest bucket"): 1}
     served.bank(served.decoder).retire("shut down")
     assert not served.decoder.in_charge(served.served)
-
-
-@pytest.mark.parametrize(("hashed", "off"), [([], False), ([1, 2], True), ([0, LATE - 1], True), ([1, LATE], False)])
-def test_engram_is_hashed_once(hashed: list[int], off: bool) -> None:
-    served = Served()
-    for i in hashed:
-        served.world.model.layers[i].engram = "engram"
-    overrides = full_layer_overrides(served.world.model, served.bank(served.full))
-    assert ("engram_hasher" in overrides) is off
-    assert overrides.get("engram_hasher", None) is None
