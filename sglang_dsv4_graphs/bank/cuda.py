@@ -71,6 +71,9 @@ class CudaGraphBackend(GraphBackend):
         self._barrier = barrier
 
     def scratch(self) -> GraphBackend:
+        return self.apart()
+
+    def apart(self) -> GraphBackend:
         return CudaGraphBackend(
             self._engine, pool=torch.cuda.graph_pool_handle(), stream=self._stream, barrier=self._barrier
         )

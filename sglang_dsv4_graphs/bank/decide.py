@@ -29,6 +29,10 @@ class ServerFacts:
     lagged_hyper_connections: bool = True
 
 
+# Set once a GPU run has shown banks and a prefill graph side by side (docs/notes/prefill-graph.md); until then only
+# benchmarks/gpu sets it, in its own process.
+PREFILL_GRAPH_SHOWN = False
+
 # (field of ServerFacts, reason); the first that holds is given.
 _SERVER_REASONS = (
     ("dp_attention", "DP attention: ranks of one step hold different rows"),
@@ -51,7 +55,7 @@ def server_reason(facts: ServerFacts, *, capturable_devices: tuple[str, ...] = (
     if facts.device not in capturable_devices:
         return f"device {facts.device}: CUDA graphs need an NVIDIA GPU"
     for name, reason in _SERVER_REASONS:
-        if getattr(facts, name):
+        if getattr(facts, name) and not (name == "prefill_graph" and PREFILL_GRAPH_SHOWN):
             return reason
     if not facts.lagged_hyper_connections:
         return "model without lagged hyper-connections: not DeepSeek-V4.1"

@@ -44,7 +44,11 @@ class DecoderReplayBank(RangeBank):
         if staged_by_scheduler(model, first, last):
             served.log.info("skipped", bank=NAME, reason="Engram rows of late layers are staged by the scheduler")
             return
-        bank = startup.make_bank(NAME, first, last, buckets)
+        # A prefill graph that collects hidden states holds those of its early layers across the break in which this
+        # bank replays; nothing else of it is alive there (docs/notes/prefill-graph.md).
+        collects = any(i < first for i in model.dspark_layers_to_capture or ())
+        apart = collects and served.engine.captures_prefill()
+        bank = startup.make_bank(NAME, first, last, buckets, apart=apart)
         startup.capture_all(bank, lambda rows: startup.dummies.batch(rows, DECODER_REPLAY_STEP))
         if bank.buckets:
             startup.open_engine_tail()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,19 +121,19 @@ class LayerRange:
             torch.no_grad(),
             multi_stream_off(),
             self.replay_scope(batch),
-            self._marked_breakable(),
+            # Leaving this scope clears the mark; the scope around it puts back what was there.
+            self._engine.enable_breakable(),
             self._engine.range_capture_scope(),
         ):
             yield
 
-    def _marked_breakable(self) -> AbstractContextManager[Any]:
-        # Leaving the engine's scope clears the mark, which a prefill-graph step around us has set.
-        return nullcontext() if self._engine.in_breakable() else self._engine.enable_breakable()
-
     @contextmanager
     def replay_scope(self, batch: Any) -> Iterator[None]:
-        """Contexts of a replay: its breaks read ``batch``, the step's own with the real row count."""
-        with self._engine.step_context(batch), self._break_context(batch):
+        """Contexts of a replay: its breaks read ``batch``, the step's own with the real row count.
+
+        Inside a prefill-graph step the mark is set, and breaks that check it would take the ways of a capture.
+        """
+        with self._engine.step_context(batch), self._break_context(batch), self._engine.unmarked():
             yield
 
     @contextmanager

@@ -71,9 +71,9 @@ class Startup:
         chunk = self.chunk_size if self.chunk_size and self.chunk_size > 0 else UNCHUNKED_ROWS
         return max(chunk + self._extra_rows, self.served.settings.full_layer_max_tokens)
 
-    def make_bank(self, name: str, first: int, last: int, buckets: tuple[int, ...]) -> Bank:
-        """An empty bank over layers ``[first, last)``."""
-        bank = self._new_bank(name, first, last, buckets, self._backend)
+    def make_bank(self, name: str, first: int, last: int, buckets: tuple[int, ...], *, apart: bool = False) -> Bank:
+        """An empty bank over layers ``[first, last)``; ``apart`` shares no memory with other graphs."""
+        bank = self._new_bank(name, first, last, buckets, self._backend.apart() if apart else self._backend)
         self.banks.append(bank)
         return bank
 

@@ -137,6 +137,8 @@ CALLS = (
     Contract("get_break_context", _PIECEWISE + "get_tc_piecewise_forward_context", ""),
     Contract("enable_breakable", _BREAKABLE + "context.enable_breakable_cuda_graph", ""),
     Contract("in_breakable", _BREAKABLE + "context.is_in_breakable_cuda_graph", ""),
+    # The mark itself, which the engine's scope clears when it is left, whoever set it: we put it back.
+    Contract("breakable_mark", _BREAKABLE + "context._in_breakable_cuda_graph"),
     Contract("BreakableCUDAGraph", _BREAKABLE + "breakable_cuda_graph.BreakableCUDAGraph"),
     Contract(
         "BreakableCUDAGraphCapture",

@@ -66,6 +66,14 @@ def test_other_devices(device: str) -> None:
     assert server_reason(ORDINARY, capturable_devices=()) is not None
 
 
+def test_a_prefill_graph_is_lifted_by_its_constant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = dataclasses.replace(ORDINARY, prefill_graph=True)
+    assert str(server_reason(facts)).startswith("prefill graph")
+    monkeypatch.setattr(decide, "PREFILL_GRAPH_SHOWN", True)
+    assert server_reason(facts) is None
+    assert str(server_reason(dataclasses.replace(facts, lora=True))).startswith("LoRA")
+
+
 def test_the_first_reason_is_given() -> None:
     facts = dataclasses.replace(ORDINARY, lora=True, dp_attention=True, lagged_hyper_connections=False)
     assert str(server_reason(facts)).startswith("DP attention")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,3 +245,19 @@ def test_model_scope_selects_the_models_shared_experts(engine: Engine) -> None:
     with engine.model_scope(runner):
         assert seen == [{"shared_experts": "its own"}]
     assert seen[1:] == ["back"]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_unmarked_puts_the_mark_back(engine: Engine, inside: bool) -> None:
+    """The engine's own scope clears it when it is left; ours around that one puts back what was there."""
+    with engine.enable_breakable() if inside else nullcontext():
+        with engine.unmarked():
+            assert not engine.in_breakable()
+            with engine.enable_breakable():
+                assert engine.in_breakable()
+            assert not engine.in_breakable()
+        assert engine.in_breakable() is inside
+        with pytest.raises(ZeroDivisionError), engine.unmarked():
+            raise ZeroDivisionError
+        assert engine.in_breakable() is inside
+    assert not engine.in_breakable()
