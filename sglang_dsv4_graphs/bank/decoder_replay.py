@@ -79,12 +79,16 @@ class DecoderReplayBank(RangeBank):
     def run_tail(
         self, served: ServedModel, state: Any, positions: Any, input_ids: Any, batch: Any
     ) -> tuple[Any, Any, list[Any]] | None:
-        """Run the late layers inside a prefill-graph break; None if they have no bucket.
+        """Run the late layers inside a prefill-graph break; None if they have no bucket or must run eagerly.
 
         Returns residual streams, pre-mix and captured hidden states, one per captured layer; views valid until
         the next replay.
         """
         bank = self._banks[served]
+        reason = served.reason_inside_prefill_graph(batch, positions.shape[0])
+        if reason is not None:
+            served.count_fallback(NAME, reason, positions.shape[0])
+            return None
         bucket = self.usable_bucket(served, bank, positions.shape[0])
         if bucket is None:
             return None

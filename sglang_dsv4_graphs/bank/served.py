@@ -86,6 +86,8 @@ class ServedModel:
         # A rehearsal is no request: it is not counted, compared or logged.
         self.rehearsing = False
         self._forced: Callable[[Step], list[Takeover]] | None = None
+        # Who takes layers over in the loop that the engine captures for its prefill graph (0.5.22), or None.
+        self.in_prefill_graph: Callable[[Step], list[Takeover]] | None = None
 
     @property
     def may_replay_tails(self) -> bool:
@@ -113,12 +115,14 @@ class ServedModel:
         model = self.model
         self.plain_loop = loop
         args = (positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, packer)
-        if self._passes(forward_batch):
+        # What passes is none of ours, unless the engine is capturing a prefill graph that we have a part in.
+        capturing = self.in_prefill_graph if self._forced is None and self.engine.in_breakable() else None
+        if capturing is None and self._passes(forward_batch):
             return loop(model, *args)
         facts = self._facts(forward_batch, input_ids, input_ids_global)
-        hasher = None if model.engram_hasher is None else StepHasher(model.engram_hasher)
+        hasher = None if capturing or model.engram_hasher is None else StepHasher(model.engram_hasher)
         step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop, hasher)
-        takeovers = self.takeovers(step)
+        takeovers = self.takeovers(step) if capturing is None else capturing(step)
         if takeovers:
             hashing = [] if hasher is None else [Takeover.of_nothing(engram_hasher=hasher)]
             model = step_view(model, self.layers, [*takeovers, *hashing], self.engine.hand_over)
@@ -133,6 +137,7 @@ class ServedModel:
             or self.stand_down is not None
             or not batch.forward_mode.is_extend()
             or self.engine.in_capture_mode()
+            or self.engine.in_breakable()
         )
 
     def takeovers(self, step: Step) -> list[Takeover]:
@@ -162,6 +167,11 @@ class ServedModel:
             separate_global_ids=input_ids_global is not input_ids,
             unbounded_moe_count=not owned_bound,
         )
+
+    def reason_inside_prefill_graph(self, batch: Any, rows: int) -> str | None:
+        """Why the late layers of a prefill-graph step run eagerly whatever their rows, or None."""
+        recording = bool(self.engine.expert_recorder().recording)
+        return step_reason(StepFacts(rows, multimodal=batch.contains_mm_inputs(), recording_experts=recording))
 
     def count_fallback(self, bank: str, reason: str, rows: int) -> None:
         """Count an eager step; the first of each reason is logged."""

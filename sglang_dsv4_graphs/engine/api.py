@@ -95,6 +95,13 @@ class Engine:
         finally:
             setattr(module, name, saved)
 
+    @staticmethod
+    def replace_fields(struct: Any, **fields: Any) -> Any:
+        """A copy of one of the engine's frozen structs with other ``fields``."""
+        import msgspec
+
+        return msgspec.structs.replace(struct, **fields)
+
     def has(self, name: str) -> bool:
         """Whether this engine version has the contract ``name``."""
         return name in self._targets

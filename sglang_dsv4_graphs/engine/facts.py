@@ -35,12 +35,14 @@ _BREAKABLE = _RUNNER + "runner_backend_utils.breakable_cuda_graph."
 _PIECEWISE = _RUNNER + "runner_backend_utils.tc_piecewise_cuda_graph.context_manager."
 _MODEL = MODEL_MODULE + "."
 _TAIL = _SRT + "models.deepseek_v4_replay_tail."
+_BACKEND = _SRT + "layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend."
 _V22, _V23 = ("0.5.22",), ("0.5.23",)
 
 _LOOP = (
     "self, positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, "
     "dspark_aux_hidden_states"
 )
+_TAIL_METADATA = "self, forward_batch, *, for_prefill_graph=, max_seq_len_override="
 _SET_CONTEXT = (
     "forward_batch, attention_layers, quant_config, moe_layers, moe_fusions, dsa_indexers=, "
     "mha_companion_layers=, num_tokens=, raw_num_tokens=, full_graph="
@@ -207,6 +209,11 @@ CALLS = (
         "self, *, state, positions, input_ids, input_ids_global, forward_batch, capture_dspark, dp_rows=",
         _V23,
     ),
+    # 0.5.22's late layers in a prefill graph: our break switches onto the exact tail, as 0.5.23's own does.
+    Contract("tail_metadata", _BACKEND + "_build_late_layer_tail_metadata", _TAIL_METADATA, _V22),
+    Contract("enter_tail", _BACKEND + "enter_late_layer_tail", "self, forward_batch", _V22),
+    Contract("exit_tail", _BACKEND + "exit_late_layer_tail", "self, saved, forward_batch", _V22),
+    Contract("graph_enter_tail", _BACKEND + "prefill_graph_enter_late_layer_tail", "self, forward_batch", _V22),
     Contract("tail_scope", _SRT + "models.deepseek_v4_replay_tail._replay_tail_scope", "", _V23),
 )
 

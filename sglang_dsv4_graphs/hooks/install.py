@@ -26,6 +26,7 @@ from sglang_dsv4_graphs.extend import ExtensionError, make_manager
 from sglang_dsv4_graphs.hooks.breaks import RangeBreaks
 from sglang_dsv4_graphs.hooks.contracts import install_reason
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
+from sglang_dsv4_graphs.hooks.prefill_block import PrefillGraphBlock
 from sglang_dsv4_graphs.hooks.prefill_graph import PrefillGraphTail
 from sglang_dsv4_graphs.hooks.runtime import Runtime
 from sglang_dsv4_graphs.log import RankLog
@@ -87,7 +88,9 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     # pluggy calls the last registered first: the full-layer bank captures before the decoder-replay bank.
     manager.register(decoder_replay, name=DECODER_REPLAY)
     manager.register(FullLayerBank(), name=FULL_LAYER)
-    runtime = Runtime(engine, settings, manager, log)
+    # 0.5.23 has a break for late layers in its prefill graph; 0.5.22 gets one.
+    block = None if engine.has("tail_run") else PrefillGraphBlock(engine, decoder_replay).takeovers
+    runtime = Runtime(engine, settings, manager, log, block)
     breaks = RangeBreaks(engine, settings)
     prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)
     hooks: dict[str, tuple[str, Callable[..., Any]]] = {
