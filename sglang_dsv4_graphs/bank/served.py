@@ -116,7 +116,9 @@ class ServedModel:
         self.plain_loop = loop
         args = (positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, packer)
         # What passes is none of ours, unless the engine is capturing a prefill graph that we have a part in.
-        capturing = self.in_prefill_graph if self._forced is None and self.engine.in_breakable() else None
+        capturing = self.in_prefill_graph
+        if capturing is not None and (self._forced is not None or not self.engine.in_breakable()):
+            capturing = None
         if capturing is None and self._passes(forward_batch):
             return loop(model, *args)
         facts = self._facts(forward_batch, input_ids, input_ids_global)

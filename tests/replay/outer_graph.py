@@ -79,14 +79,20 @@ class OuterGraph:
             self.recording = make_backend(self.server.installation).record(lambda: self._body(static), warmups=2)
 
     def replay(self, batch: Any) -> Any:
-        """The step ``batch`` through the graph: hidden states and what is before the head, of its tail rows."""
+        """The step ``batch`` through the graph: what the body returns, on the step's tail rows."""
         with self._loaded(batch):
             self.recording.replay()
-        tail = self._tail_rows
+        # With collected layers the engine scatters nothing: the tail's rows come first.
+        tail = self._tail_rows if len(self.recording.outputs) == 2 else slice(self._tail_rows.shape[0])
         return tuple(t[tail].clone() for t in self.recording.outputs)
 
     def _body(self, static: Any) -> list[Any]:
-        return list(self.runner.model.model.forward(static.input_ids, static.positions, static, None))
+        """Hidden states, what is before the head, and collected layers' states side by side."""
+        out = self.runner.model.model.forward(static.input_ids, static.positions, static, None)
+        if not self.server.model.dspark_layers_to_capture:
+            return list(out)
+        states, aux = out
+        return [*states, torch.cat(aux, dim=-1) if isinstance(aux, list) else aux]
 
     @contextmanager
     def _loaded(self, batch: Any) -> Any:

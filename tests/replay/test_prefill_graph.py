@@ -14,6 +14,7 @@ from sglang_dsv4_graphs.bank import decide
 from tests.replay.judge import distance
 from tests.replay.server import DECODER_REPLAY, SMALL, Server, Servers, tape_backend
 from tests.replay.story import ROUNDING, Step, Story
+from tests.replay.test_dspark import forward, speculating
 
 pytestmark = pytest.mark.engine
 SHAPE = 256
@@ -114,6 +115,37 @@ def test_multimodal_input_runs_them_eagerly(outer: tuple[Server, Any], monkeypat
     monkeypatch.setattr(type(batch), "contains_mm_inputs", lambda self: True)
     _, replays, fallbacks = replay(server, graph, batch)
     assert (replays, fallbacks) == ({}, {(DECODER_REPLAY, "multimodal input"): 1})
+
+
+@pytest.mark.parametrize("layers", [[1, 3], [6], [0, 2, 6]], ids=["before the tail", "in it", "on both sides"])
+def test_collected_hidden_states(servers: Servers, layers: list[int]) -> None:
+    """Early layers' come out of the outer graph, late ones' out of our bank, in order."""
+    server = servers.own(SMALL, prepare=speculating(layers))
+    story = Story(server, Quiet(), seed=99)  # type: ignore[arg-type]
+
+    def batch_of(of: Step) -> Any:
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+        batch = story.batch(of)
+        batch.spec_algorithm, batch.capture_hidden_mode = server.runner.spec_algorithm, CaptureHiddenMode.FULL
+        return batch
+
+    from tests.replay.outer_graph import OuterGraph
+
+    graph = OuterGraph(server, SHAPE)
+    server.served.ready = False
+    graph.capture(batch_of({"x": 200, "y": 56}), tape_backend)
+    server.served.ready = True
+    for of in ({"a": 60}, {"a": 3, "b": 150}):
+        batch, before = batch_of(of), server.state()
+        with server.plugin_off():
+            right = forward(server, batch)
+        server.load_state(before)
+        found, replays, fallbacks = replay(server, graph, batch)
+        assert (len(replays), fallbacks) == (1, {})
+        for ours, engines in zip(found, right, strict=True):
+            assert ours.shape == engines.shape
+            assert distance(ours, engines) <= ROUNDING
 
 
 def test_a_server_that_stands_down_keeps_the_engines_path(servers: Servers) -> None:
