@@ -96,7 +96,12 @@ class PrefillGraphBlock:
     ) -> None:
         """The break: tail rows of the live step, first in ``residual`` and its like, through the late layers."""
         engine = self._engine
-        with _no_capture(engine), _live_tail(engine, engine.get_break_context().forward_batch) as (batch, tail):
+        late = served.layers[served.model.late_layer_start :]
+        with (
+            _no_capture(engine),
+            every_block_a_candidate(engine.get_attn_backend(), late),
+            _live_tail(engine, engine.get_break_context().forward_batch) as (batch, tail),
+        ):
             rows = tail.token_indices.shape[0]
             live = RangeInputs(residual[:rows], pre[:rows], positions[:rows], input_ids[:rows])
             outputs = self._run(served, captured, live, batch)
@@ -130,6 +135,26 @@ def _no_capture(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.current_capture_var.reset(token)
+
+
+@contextmanager
+def every_block_a_candidate(backend: Any, layers: list[Any]) -> Iterator[None]:
+    """Let the indexers of ``layers`` score every block, where the sources before them published no candidates.
+
+    On Blackwell those run inside the captured segments, for contexts so short that every block is a candidate; an
+    indexer that looks for a published selection would find none, or an older step's.
+    """
+    found = [getattr(getattr(layer, "self_attn", None), "indexer", None) for layer in layers]
+    captured = bool(getattr(backend, "low_ratio_prefill_graph", False))
+    indexers = [i for i in found if i is not None] if captured else []
+    saved = [(i.uses_candidates, i.is_candidate_source) for i in indexers]
+    for indexer in indexers:
+        indexer.uses_candidates = indexer.is_candidate_source = False
+    try:
+        yield
+    finally:
+        for indexer, (uses, source) in zip(indexers, saved, strict=True):
+            indexer.uses_candidates, indexer.is_candidate_source = uses, source
 
 
 @contextmanager

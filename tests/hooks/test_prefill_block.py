@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_dsv4_graphs.hooks.prefill_block import PrefillGraphBlock, _unpadded  # noqa: E402
+from sglang_dsv4_graphs.hooks.prefill_block import PrefillGraphBlock, _unpadded, every_block_a_candidate  # noqa: E402
 
 
 class Engine:
@@ -65,3 +65,16 @@ def test_the_live_batch_has_the_live_tokens() -> None:
     assert live.input_ids.tolist() == [2, 3, 4, 5, 6]
     assert live.seq_lens is graphs.seq_lens
     assert graphs.positions is rows
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_sources_in_captured_segments_publish_no_candidates(captured: bool) -> None:
+    """So in such a step every block is one; elsewhere the indexers use what was published."""
+    uses = SimpleNamespace(uses_candidates=True, is_candidate_source=False)
+    source = SimpleNamespace(uses_candidates=False, is_candidate_source=True)
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(indexer=i)) for i in (uses, None, source)]
+    backend = SimpleNamespace(low_ratio_prefill_graph=captured)
+    with every_block_a_candidate(backend, layers):
+        assert (uses.uses_candidates, source.is_candidate_source) == (not captured, not captured)
+    assert (uses.uses_candidates, uses.is_candidate_source) == (True, False)
+    assert (source.uses_candidates, source.is_candidate_source) == (False, True)
