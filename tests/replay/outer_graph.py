@@ -27,12 +27,15 @@ class GraphBackend(CpuAttentionBackend):
         backend.__class__ = cls
 
     def enter_late_layer_tail(self, forward_batch: Any) -> Any:
-        """A block's padding is carried nowhere."""
+        """A block's padding is carried nowhere, and candidates go to the block alone, as where they are published."""
         import msgspec
 
-        meta = self.tail_forward_metadata
+        meta, whole = self.tail_forward_metadata, self.forward_metadata
         assert meta is not None
-        tail = meta.late_layer_tail
+        assert whole is not None
+        tail, candidates = meta.late_layer_tail, whole.candidate_metadata
+        if tail.real_rows_count is None:
+            whole.candidate_metadata = None
         if tail.real_rows_count is not None:
             meta.late_layer_tail = msgspec.structs.replace(
                 tail, token_indices=tail.token_indices[: tail.real_rows_count]
@@ -40,7 +43,7 @@ class GraphBackend(CpuAttentionBackend):
         try:
             return super().enter_late_layer_tail(forward_batch)
         finally:
-            meta.late_layer_tail = tail
+            meta.late_layer_tail, whole.candidate_metadata = tail, candidates
 
     def prefill_graph_enter_late_layer_tail(self, forward_batch: Any) -> None:
         rows = forward_batch.global_num_token_non_padded_cpu
