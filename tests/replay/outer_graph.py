@@ -34,7 +34,7 @@ class GraphBackend(CpuAttentionBackend):
         assert meta is not None
         assert whole is not None
         tail, candidates = meta.late_layer_tail, whole.candidate_metadata
-        if tail.real_rows_count is None:
+        if self.prefill_graph_late_layer_saved is not None:  # our own switch, inside the engine's
             whole.candidate_metadata = None
         if tail.real_rows_count is not None:
             meta.late_layer_tail = msgspec.structs.replace(
