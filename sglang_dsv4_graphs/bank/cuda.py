@@ -78,6 +78,9 @@ class CudaGraphBackend(GraphBackend):
         self._ranks = ranks
 
     def scratch(self) -> GraphBackend:
+        return self.apart()
+
+    def apart(self) -> GraphBackend:
         return CudaGraphBackend(
             self._engine, pool=torch.cuda.graph_pool_handle(), stream=self._stream, ranks=self._ranks
         )

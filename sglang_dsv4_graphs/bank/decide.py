@@ -28,9 +28,12 @@ class ServerFacts:
     forward_hooks: bool = False
     decode_only: bool = False
     prefill_graph: bool = False
-    engram: bool = False
     lagged_hyper_connections: bool = True
 
+
+# Set once a GPU run has shown banks and a prefill graph side by side (docs/notes/prefill-graph.md); until then only
+# benchmarks/gpu sets it, in its own process.
+PREFILL_GRAPH_SHOWN = False
 
 # (field of ServerFacts, reason); the first that holds is given.
 _SERVER_REASONS = (
@@ -47,7 +50,6 @@ _SERVER_REASONS = (
     ("pool_borrowing", "graph-pool borrowing: other code writes into graph memory"),
     ("decode_only", "disaggregated decode: this server runs no prefill"),
     ("prefill_graph", "prefill graph: replaying it beside the banks faulted once and is not shown to be safe"),
-    ("engram", "Engram: its hash reads positions that are not padded to a bucket"),
     ("forward_hooks", "forward hooks: a replay does not call them"),
 )
 
@@ -57,7 +59,7 @@ def server_reason(facts: ServerFacts, *, capturable_devices: tuple[str, ...] = (
     if facts.device not in capturable_devices:
         return f"device {facts.device}: CUDA graphs need an NVIDIA GPU"
     for name, reason in _SERVER_REASONS:
-        if getattr(facts, name):
+        if getattr(facts, name) and not (name == "prefill_graph" and PREFILL_GRAPH_SHOWN):
             return reason
     if not facts.lagged_hyper_connections:
         return "model without lagged hyper-connections: not DeepSeek-V4.1"

@@ -65,8 +65,7 @@ class RangeBank:
         """This bank's part in ``step``."""
 
         def run(state: Any, positions: Any, input_ids: Any, batch: Any) -> Any:
-            pre = state.pre if bank.layers.first > step.served.model.start_layer else None
-            live = RangeInputs(state.residual, pre, positions, input_ids)
+            live = step.inputs(bank.layers.first, bank.layers.last, state, positions, input_ids)
             outputs = self.replay(step.served, bank, bucket, live, batch)
             state.release()
             return self.leave(step, bank, outputs)

@@ -1,9 +1,9 @@
 """Shadow mode: the first replayed steps of a server are also run eagerly, and compared.
 
 The comparison is exact: same rows, same padding, same process. An eager run repeats the step's KV writes, which
-is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix, and
-Engram's history. Such steps are skipped, and so is a range whose first layers read a selection that its later layers
-overwrite (``range_bank.repeatable``).
+is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix. Such
+steps are skipped, and so is a range whose first layers read a selection that its later layers overwrite
+(``range_bank.repeatable``). Engram's history is not written by a range (``engram``).
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ class Shadow:
         self._left = steps
         # Not the served model itself: who keeps a shadow by its served model would keep it for ever.
         self._log = served.log
-        self._skips_all = served.model.engram_hasher is not None
         self.compared = 0
         self.differed = 0
 
     def wanted(self, batch: Any) -> bool:
         """Whether the next replay is to be compared."""
-        if self._left <= 0 or self._skips_all:
+        if self._left <= 0:
             return False
         return all(n % 2 == 0 for n in batch.extend_prefix_lens_cpu or ())
 

@@ -18,6 +18,7 @@ from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, UNCHUNKED_ROWS
 from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
+from sglang_dsv4_graphs.bank.engram import has_engram
 from sglang_dsv4_graphs.bank.guard import AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
 from sglang_dsv4_graphs.bank.ranks import Ranks
@@ -81,9 +82,9 @@ class Startup:
         in_step = -(-self.largest_step // DECODER_REPLAY_STEP) * DECODER_REPLAY_STEP
         return min(in_step, self.dummies.most_requests * DECODER_REPLAY_STEP)
 
-    def make_bank(self, name: str, first: int, last: int, buckets: tuple[int, ...]) -> Bank:
-        """An empty bank over layers ``[first, last)``."""
-        bank = self.new_bank(name, first, last, buckets, self.backend)
+    def make_bank(self, name: str, first: int, last: int, buckets: tuple[int, ...], *, apart: bool = False) -> Bank:
+        """An empty bank over layers ``[first, last)``; ``apart`` shares no memory with other graphs."""
+        bank = self.new_bank(name, first, last, buckets, self.backend.apart() if apart else self.backend)
         self.banks.append(bank)
         return bank
 
@@ -218,6 +219,8 @@ class Startup:
         tail = getattr(model, "decoder_replay_tail", None)
         if tail is None or any(b.buckets and b.layers.first == model.late_layer_start for b in self.banks):
             return
+        if has_engram(model, model.late_layer_start, model.end_layer):
+            return  # the engine's graphs cannot have one
         self.open_engine_tail()
         with self.served.forced(lambda step: []):
             self.run(self._small_batch, self.dummies.run)

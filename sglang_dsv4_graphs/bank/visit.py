@@ -25,8 +25,7 @@ def visitor(served: ServedModel, bank: Bank, visit: Visit) -> Callable[[Step], l
 
     def takeovers(step: Step) -> list[Takeover]:
         def run(state: Any, positions: Any, input_ids: Any, step_batch: Any) -> Any:
-            pre = state.pre if first > model.start_layer else None
-            outputs = visit(RangeInputs(state.residual, pre, positions, input_ids), step_batch)
+            outputs = visit(step.inputs(first, last, state, positions, input_ids), step_batch)
             if outputs.aux is not None:
                 # Only rows of the tail go on to the draft; a late range has no others.
                 tail = step.tail if first == model.start_layer else None

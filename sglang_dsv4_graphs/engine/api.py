@@ -98,6 +98,25 @@ class Engine:
         finally:
             self.capturing_range = saved
 
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
+        """Calls in here are an eager step's, also inside a prefill-graph step; its mark is there again afterwards."""
+        path, _, name = self._targets["breakable_mark"].rpartition(".")
+        module = resolve(path)
+        saved = getattr(module, name)
+        setattr(module, name, False)
+        try:
+            yield
+        finally:
+            setattr(module, name, saved)
+
+    @staticmethod
+    def replace_fields(struct: Any, **fields: Any) -> Any:
+        """A copy of one of the engine's frozen structs with other ``fields``."""
+        import msgspec
+
+        return msgspec.structs.replace(struct, **fields)
+
     def has(self, name: str) -> bool:
         """Whether this engine version has the contract ``name``."""
         return name in self._targets

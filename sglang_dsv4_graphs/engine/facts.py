@@ -39,12 +39,14 @@ _MODEL = MODEL_MODULE + "."
 _TAIL = _SRT + "models.deepseek_v4_replay_tail."
 _UPDATER = _RUNNER + "model_runner_components.weight_updater.WeightUpdater."
 _CAUSAL_LM = _MODEL + "DeepseekV4ForCausalLM."
+_BACKEND = _SRT + "layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend."
 _V22, _V23 = ("0.5.22",), ("0.5.23",)
 
 _LOOP = (
     "self, positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, "
     "dspark_aux_hidden_states"
 )
+_TAIL_METADATA = "self, forward_batch, *, for_prefill_graph=, max_seq_len_override="
 _SET_CONTEXT = (
     "forward_batch, attention_layers, quant_config, moe_layers, moe_fusions, dsa_indexers=, "
     "mha_companion_layers=, num_tokens=, raw_num_tokens=, full_graph="
@@ -126,6 +128,9 @@ HOOKS = (
     ),
     # The same function; 0.5.22's operator wrapper hides its parameters.
     Contract("attention", _MODEL + "bcg_deepseek_v4_attention_with_output", "*args, **kwargs", _V22),
+    # The break of the Engram hash: 0.5.23 fills a buffer, 0.5.22 returns the ids.
+    Contract("engram_hash", _MODEL + "bcg_deepseek_v4_engram_hash_ids", "hasher, input_ids, out", _V23),
+    Contract("engram_hash", _MODEL + "bcg_deepseek_v4_engram_hash_ids", "hasher, input_ids", _V22),
     Contract("tail_kv_store", _MODEL + "bcg_tail_kv_store", "attention, x, positions, qkv_a", _V23),
     # 0.5.22 stores the SWA K inside the segment and has no stub for the sources' capture pass.
     Contract(
@@ -163,6 +168,8 @@ CALLS = (
     Contract("get_break_context", _PIECEWISE + "get_tc_piecewise_forward_context", ""),
     Contract("enable_breakable", _BREAKABLE + "context.enable_breakable_cuda_graph", ""),
     Contract("in_breakable", _BREAKABLE + "context.is_in_breakable_cuda_graph", ""),
+    # The mark itself, which the engine's scope clears when it is left, whoever set it: we put it back.
+    Contract("breakable_mark", _BREAKABLE + "context._in_breakable_cuda_graph"),
     Contract("BreakableCUDAGraph", _BREAKABLE + "breakable_cuda_graph.BreakableCUDAGraph"),
     Contract(
         "BreakableCUDAGraphCapture",
@@ -233,6 +240,11 @@ CALLS = (
         "self, *, state, positions, input_ids, input_ids_global, forward_batch, capture_dspark, dp_rows=",
         _V23,
     ),
+    # 0.5.22's late layers in a prefill graph: our break switches onto the exact tail, as 0.5.23's own does.
+    Contract("tail_metadata", _BACKEND + "_build_late_layer_tail_metadata", _TAIL_METADATA, _V22),
+    Contract("enter_tail", _BACKEND + "enter_late_layer_tail", "self, forward_batch", _V22),
+    Contract("exit_tail", _BACKEND + "exit_late_layer_tail", "self, saved, forward_batch", _V22),
+    Contract("graph_enter_tail", _BACKEND + "prefill_graph_enter_late_layer_tail", "self, forward_batch", _V22),
     Contract("tail_scope", _SRT + "models.deepseek_v4_replay_tail._replay_tail_scope", "", _V23),
 )
 

@@ -16,6 +16,7 @@ import pluggy
 
 from sglang_dsv4_graphs.bank.decoder_replay import NAME as DECODER_REPLAY
 from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank
+from sglang_dsv4_graphs.bank.engram import around_hash_break
 from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.full_layer import FullLayerBank
 from sglang_dsv4_graphs.bank.probes import KnownBuffers
@@ -25,6 +26,7 @@ from sglang_dsv4_graphs.extend import ExtensionError, make_manager
 from sglang_dsv4_graphs.hooks.breaks import RangeBreaks
 from sglang_dsv4_graphs.hooks.contracts import install_reason
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
+from sglang_dsv4_graphs.hooks.prefill_block import PrefillGraphBlock
 from sglang_dsv4_graphs.hooks.prefill_graph import PrefillGraphTail
 from sglang_dsv4_graphs.hooks.runtime import Runtime
 from sglang_dsv4_graphs.hooks.weight_updates import WeightUpdates
@@ -98,7 +100,9 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     manager.register(decoder_replay, name=DECODER_REPLAY)
     full_layer = FullLayerBank()
     manager.register(full_layer, name=FULL_LAYER)
-    runtime = Runtime(engine, settings, manager, log)
+    # 0.5.23 has a break for late layers in its prefill graph; 0.5.22 gets one.
+    block = None if engine.has("tail_run") else PrefillGraphBlock(engine, decoder_replay).takeovers
+    runtime = Runtime(engine, settings, manager, log, block)
     breaks = RangeBreaks(engine, settings)
     updates = WeightUpdates([full_layer, decoder_replay])
     prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)
@@ -111,6 +115,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
         "tail_kv_store": ("around", breaks.around_tail_kv_store),
         "kv_store": ("around", breaks.around_kv_store),
         "low_ratio_sources": ("around", breaks.around_low_ratio_sources),
+        "engram_hash": ("around", around_hash_break),
         "tail_breaks_out": ("around", prefill_graph.around_breaks_out),
         "tail_run": ("around", prefill_graph.around_run),
         **{c.name: ("around", updates.around) for c in WEIGHT_UPDATES},

@@ -17,8 +17,9 @@ import pluggy
 
 from sglang_dsv4_graphs.bank.decide import server_reason
 from sglang_dsv4_graphs.bank.ranks import RankError, brief
-from sglang_dsv4_graphs.bank.served import ServedModel
+from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.sweep import Startup
+from sglang_dsv4_graphs.bank.views import Takeover
 from sglang_dsv4_graphs.engine.api import Engine
 from sglang_dsv4_graphs.hooks.start import begin, finish, make_ranks, server_facts
 from sglang_dsv4_graphs.log import RankLog, logger
@@ -28,8 +29,16 @@ from sglang_dsv4_graphs.settings import Settings
 class Runtime:
     """The plugin in one process."""
 
-    def __init__(self, engine: Engine, settings: Settings, manager: pluggy.PluginManager, log: RankLog) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        manager: pluggy.PluginManager,
+        log: RankLog,
+        in_prefill_graph: Callable[[Step], list[Takeover]] | None = None,
+    ) -> None:
         self.engine = engine
+        self._in_prefill_graph = in_prefill_graph
         self.settings = settings
         self.manager = manager
         self.log = log
@@ -47,6 +56,7 @@ class Runtime:
     def after_model_built(self, result: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER ``DeepseekV4Model.__init__``."""
         served = ServedModel(self.engine, model, self.settings, self.manager, self.log)
+        served.in_prefill_graph = self._in_prefill_graph
         self._served[model] = served
         try:
             self.manager.hook.dsv4_graphs_model_built(served=served)

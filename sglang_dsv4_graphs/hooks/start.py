@@ -47,7 +47,6 @@ def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
         pool_borrowing=bool(engine.envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.get()),
         forward_hooks=bool(engine.get_observability().forward_hooks),
         prefill_graph=engine.captures_prefill(),
-        engram=getattr(model, "engram_hasher", None) is not None,
         decode_only=engine.get_disagg().disaggregation_mode == "decode",
         lagged_hyper_connections=bool(model.hc_pre_from_prev_sublayer),
     )

@@ -98,7 +98,8 @@ def test_inside_somebody_elses_break_its_context_stays(world: World, scope: str)
         with getattr(layers, scope)(ours):
             assert engine.break_context is outer
             assert outer.forward_batch is ours
-            assert engine.breakable
+            # A replay's breaks are an eager step's calls, in there too.
+            assert engine.breakable is (scope == "capture_scope")
         assert engine.break_context is outer
         assert outer.forward_batch is theirs
         assert engine.breakable

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from sglang_dsv4_graphs.bank import decoder_replay, full_layer  # noqa: E402
 from sglang_dsv4_graphs.bank.bank import Bank  # noqa: E402
 from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank  # noqa: E402
-from sglang_dsv4_graphs.bank.full_layer import FullLayerBank, full_layer_overrides  # noqa: E402
+from sglang_dsv4_graphs.bank.full_layer import FullLayerBank  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError  # noqa: E402
 from sglang_dsv4_graphs.bank.ranks import Ranks  # noqa: E402
 from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
@@ -28,11 +28,32 @@ FULL = (8, 16, 24)
 TAILS = (4, 8, 12)
 
 
+class Pools(TapeBackend):
+    """Notes whether a recording has memory of its own."""
+
+    def __init__(self, *args: Any, own: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.own, self.again = own, (args, kwargs)
+
+    def apart(self) -> Pools:
+        args, kwargs = self.again
+        return Pools(*args, own=True, **kwargs)
+
+
 class Served:
     """A world with both banks registered, captured and open."""
 
-    def __init__(self, *, late: bool = True, dspark: list[int] | None = None, chunk: int = 24, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        late: bool = True,
+        dspark: list[int] | None = None,
+        chunk: int = 24,
+        prefill_graph: bool = False,
+        **settings: Any,
+    ) -> None:
         self.world = World(late=late, **settings)
+        self.world.engine.prefill_graph = prefill_graph
         self.world.model.dspark_layers_to_capture = dspark
         self.decoder, self.full = DecoderReplayBank(), FullLayerBank()
         for bank in (self.decoder, self.full):
@@ -47,7 +68,7 @@ class Served:
         self.startup = Startup(
             served=self.world.served,
             dummies=self.dummies,  # type: ignore[arg-type]
-            backend=TapeBackend(self.world.engine.capture_var, poison=True),
+            backend=Pools(self.world.engine.capture_var, poison=True),
             make_guard=lambda first, last: AddressGuard([GuardedBuffer("workspace", workspace)]),
             ranks=Ranks(0, 1),
             device=FakeDevice(),  # type: ignore[arg-type]
@@ -389,11 +410,21 @@ def test_tails_inside_a_prefill_graph() -> None:
     assert not served.decoder.in_charge(served.served)
 
 
-@pytest.mark.parametrize(("hashed", "off"), [([], False), ([1, 2], True), ([0, LATE - 1], True), ([1, LATE], False)])
-def test_engram_is_hashed_once(hashed: list[int], off: bool) -> None:
-    served = Served()
-    for i in hashed:
-        served.world.model.layers[i].engram = "engram"
-    overrides = full_layer_overrides(served.world.model, served.bank(served.full))
-    assert ("engram_hasher" in overrides) is off
-    assert overrides.get("engram_hasher", None) is None
+@pytest.mark.parametrize(
+    ("prefill_graph", "dspark", "own"),
+    [
+        (False, None, False),
+        (False, [1, 5], False),
+        (True, None, False),
+        (True, [5], False),  # collected in the break itself
+        (True, [1], True),
+        (True, [1, 5], True),
+    ],
+)
+def test_memory_of_hidden_states_that_a_prefill_graph_holds_across_its_break(
+    prefill_graph: bool, dspark: list[int] | None, own: bool
+) -> None:
+    served = Served(prefill_graph=prefill_graph, dspark=dspark)
+    assert served.bank(served.decoder)._backend.own is own  # type: ignore[attr-defined]
+    assert served.bank(served.full)._backend.own is False  # type: ignore[attr-defined]
+    assert len(served.step([5], dspark=dspark is not None)) == 2

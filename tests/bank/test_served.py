@@ -260,3 +260,47 @@ def test_the_loop_is_kept_as_the_engine_calls_it(world: World) -> None:
     assert world.served.plain_loop is None
     world.run(world.batch([1]))
     assert world.served.plain_loop is loop
+
+
+def test_a_loop_that_the_engine_captures_is_left_alone(world: World, part: Part) -> None:
+    """Its mark says so: a prefill graph is captured, also by a server that serves already."""
+    batch = world.batch([5, 3])
+    world.engine.breakable = True
+    world.run(batch)
+    assert (part.steps, calls(world)) == ([], [1] * LAYERS)
+    world.engine.breakable = False
+    world.run(batch)
+    assert len(part.steps) == 1
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_who_has_a_part_in_a_prefill_graph_is_asked_while_it_is_captured(world: World, part: Part, ready: bool) -> None:
+    asked: list[Step] = []
+
+    def block(step: Step) -> list[Takeover]:
+        asked.append(step)
+        return [Takeover(LATE, LAYERS, part.run)]
+
+    world.served.in_prefill_graph, world.served.ready = block, ready
+    world.engine.breakable = True
+    world.run(world.batch([4]))
+    assert (len(asked), part.steps) == (1, [])
+    assert calls(world) == [1] * LATE + [0] * (LAYERS - LATE)
+    world.engine.breakable = False
+    world.run(world.batch([4]))
+    assert len(asked) == 1  # an eager step is the banks'
+    assert len(part.steps) == ready
+    world.engine.breakable = True
+    with world.served.forced(lambda step: []):
+        world.run(world.batch([4]))
+    assert len(asked) == 1  # nor has it a part in our own captures
+
+
+@pytest.mark.parametrize(
+    ("multimodal", "recording", "reason"),
+    [(False, False, None), (True, False, "multimodal input"), (False, True, "expert recorder active")],
+)
+def test_late_layers_of_a_prefill_graph_step(world: World, multimodal: bool, recording: bool, reason: str) -> None:
+    batch = SimpleNamespace(contains_mm_inputs=lambda: multimodal)
+    world.engine.recording_experts = recording
+    assert world.served.reason_inside_prefill_graph(batch, 3) == reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,3 +271,19 @@ def test_the_engines_communicator_keeps_its_inputs_where_we_look() -> None:
     source = inspect.getsource(custom_all_reduce_v2)
     assert "self._graph_inputs.append(" in source
     assert "self._graph_inputs.clear()" in source
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_unmarked_puts_the_mark_back(engine: Engine, inside: bool) -> None:
+    """The engine's own scope clears it when it is left; ours around that one puts back what was there."""
+    with engine.enable_breakable() if inside else nullcontext():
+        with engine.unmarked():
+            assert not engine.in_breakable()
+            with engine.enable_breakable():
+                assert engine.in_breakable()
+            assert not engine.in_breakable()
+        assert engine.in_breakable() is inside
+        with pytest.raises(ZeroDivisionError), engine.unmarked():
+            raise ZeroDivisionError
+        assert engine.in_breakable() is inside
+    assert not engine.in_breakable()

@@ -140,7 +140,6 @@ CHANGES = {
     "forward_hooks": ("engine.hooks", [{"name": "x"}], True),
     "decode_only": ("engine.mode", "decode", True),
     "prefill_graph": ("engine.prefill_graph", True, True),
-    "engram": ("model.engram_hasher", object(), True),
     "lagged_hyper_connections": ("model.hc_pre_from_prev_sublayer", False, False),
 }
 

@@ -111,7 +111,6 @@ FACTS: dict[str, tuple[Callable[[Server], Any], str]] = {
         lambda s: s.installation.runtime.engine.get_observability().override(forward_hooks=[{"name": "mine"}]),
         "forward hooks: ",
     ),
-    "Engram": (lambda s: attribute(s.model, "engram_hasher", object()), "Engram: "),
     "not V4.1": (lambda s: attribute(s.model, "hc_pre_from_prev_sublayer", False), "model without lagged hyper-"),
 }
 
