@@ -25,8 +25,7 @@ for stage in "$@"; do
     flash-on | flash-off) SGLANG_DSV4_GRAPHS=$([ "$stage" = flash-on ] && echo 1 || echo 0) serve "$stage" 110 --model "$MODELS/flash" --cases cold --reps 7 ;;
     checks) SGLANG_DSV4_FULL_LAYER_GRAPH_MAX_TOKENS=8192 DSV4_GRAPHS_CHECK=$RESULTS/replay-vs-eager.json serve checks 200 --model "$MODELS/rank" --cases none ;;
     profile) DSV4_GRAPHS_CONTROL=$control serve profile 120 --model "$MODELS/rank" --toggle --cases none --profile "$RESULTS/profile.txt" ;;
-    prefill-graph) DSV4_GRAPHS_CONTROL=$control serve prefill-graph 240 --model "$MODELS/rank" --toggle --cases cold,batches --reps 5 --decode 1 \
-        --engine-args '{"cuda_graph_backend_prefill":"breakable","cuda_graph_bs_prefill":[128,256,1024,2048]}' ;;
+    prefill-graph) python3 benchmarks/gpu/prefill_graph.py default small | tee -a "$RESULTS/summary.txt" ;;
     decode) DSV4_GRAPHS_CONTROL=$control serve decode 590 --model "$MODELS/rank" --toggle --cases none --decode 64 ;;
     *) echo "unknown stage $stage" >&2 && exit 2 ;;
     esac

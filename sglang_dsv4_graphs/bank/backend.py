@@ -91,3 +91,11 @@ class GraphBackend(ABC):
     def scratch(self) -> GraphBackend:
         """A backend for recordings that are thrown away: their memory comes back when they go."""
         return self
+
+    def apart(self) -> GraphBackend:
+        """A backend whose recordings share no memory with this one's.
+
+        For what replays inside a break of another recording: memory that the other's capture freed may belong to
+        tensors that are alive across that break.
+        """
+        return self

@@ -82,6 +82,7 @@ class Bank:
         local_rows: LocalRows,
         captured_layers: tuple[int, ...] = (),
         free_bytes: Callable[[], int] = lambda: 0,
+        synchronize: Callable[[], None] = lambda: None,
         debug: bool = False,
         lean: bool = True,
         store_in_graph: bool = False,
@@ -95,6 +96,7 @@ class Bank:
         self._backend = backend
         self._local_rows = local_rows
         self._free_bytes = free_bytes
+        self._synchronize = synchronize
         self._debug = debug
         self._lean = lean
         self._store_in_graph = store_in_graph
@@ -142,10 +144,17 @@ class Bank:
         self._buckets = tuple(sorted(self._captured))
 
     def retire(self, reason: str) -> None:
-        """Drop every graph for good."""
+        """Drop every graph for good, and free what the bank owns for them; waits for a replay in flight.
+
+        What earlier replays returned stays readable as long as its holder keeps it.
+        """
         self.retired = reason
-        self._captured.clear()
         self._buckets = ()
+        if self._captured:
+            self._synchronize()
+        self._captured.clear()
+        self._statics = StaticRows(0)
+        self._counts = self._query_pad = self._slots = None
 
     def capture(self, bucket: int, live: RangeInputs, batch: Any, metadata: Any) -> CaptureStats:
         """Record ``bucket``'s graph from a dummy step of exactly ``bucket`` rows.

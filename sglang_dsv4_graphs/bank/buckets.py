@@ -60,3 +60,16 @@ def dummy_lengths(rows: int, longest: int) -> list[int]:
         raise ValueError(f"dummy requests need rows and a length above zero, got {rows} and {longest}")
     full, rest = divmod(rows, longest)
     return [longest] * full + ([rest] if rest else [])
+
+
+# Kinds of steps that start other kernels: a tail of one request, a context that index layers need not score in part,
+# and (the largest bucket) one that they score everywhere.
+REHEARSED = (128, 1024)
+
+
+def rehearsal_rows(buckets: Sequence[int], most_rows: int) -> tuple[int, ...]:
+    """Rows of the steps that a server runs before its first request: of each kind that it replays, at most ``most_rows``
+    tokens. ``buckets`` are all captured ones; without any, the smallest kind."""
+    largest = max(buckets, default=0)
+    kinds = {REHEARSED[0], *(rows for rows in (*REHEARSED, largest) if 0 < rows <= largest)}
+    return tuple(sorted({min(rows, most_rows) for rows in kinds}))

@@ -7,12 +7,14 @@ the stream that freed them, and the ranges never run at the same time as each ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
 from sglang_dsv4_graphs.bank.backend import CaptureError, GraphBackend, Recording, ReplayFault
+from sglang_dsv4_graphs.bank.ranks import Ranks, brief
 from sglang_dsv4_graphs.engine.api import Engine
 
 Body = Callable[[], list[torch.Tensor | None]]
@@ -60,41 +62,85 @@ def break_name(call: Callable[[], Any]) -> str:
 
 
 class CudaGraphBackend(GraphBackend):
-    """Records bodies as breakable CUDA graphs in one pool, on one stream."""
+    """Records bodies as breakable CUDA graphs in one pool, on one stream, all ranks in step.
+
+    The ranks meet where the engine's own captures have barriers, and once more at both ends of the engine's capture
+    scope: leaving that scope may be a collective (all-reduce inputs are registered), so all of them enter it, and none
+    leaves it before every other has recorded or told what stopped it.
+    """
 
     name = "cuda"
 
-    def __init__(self, engine: Engine, *, pool: Any, stream: Any, barrier: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, *, pool: Any, stream: Any, ranks: Ranks) -> None:
         self._engine = engine
         self._pool = pool
         self._stream = stream
-        self._barrier = barrier
+        self._ranks = ranks
 
     def scratch(self) -> GraphBackend:
+        return self.apart()
+
+    def apart(self) -> GraphBackend:
         return CudaGraphBackend(
-            self._engine, pool=torch.cuda.graph_pool_handle(), stream=self._stream, barrier=self._barrier
+            self._engine, pool=torch.cuda.graph_pool_handle(), stream=self._stream, ranks=self._ranks
         )
 
     def record(self, body: Body, *, warmups: int = 2) -> Recording:
         engine = self._engine
-        graph = engine.BreakableCUDAGraph()
-        engine.set_graph_pool_id(self._pool)
+        noted = _Noted(body)
         try:
-            with engine.graph_capture(stream=self._stream) as context:
-                for _ in range(warmups):
-                    torch.cuda.synchronize()
-                    self._barrier()
-                    body()
-                with (
-                    engine.pool_capture_scope(),
-                    engine.BreakableCUDAGraphCapture(
-                        cuda_graph=graph, pool=self._pool, stream=context.stream, barrier_fn=self._barrier
-                    ),
-                ):
-                    outputs = body()
-                stream = context.stream
+            self._ranks.rendezvous()
+            with engine.graph_capture(stream=self._stream) as context, self._ranks.telling():
+                with noted.reasons():
+                    graph, outputs = self._record(noted, warmups, context.stream)
+                self._ranks.rendezvous()
         except Exception as e:
-            raise CaptureError(f"{type(e).__name__}: {e}") from e
-        torch.cuda.current_stream().wait_stream(stream)
+            # A later capture would register them with its own, at addresses that are gone or of another order by rank.
+            engine.forget_graph_inputs()
+            raise CaptureError(brief(e)) from e
+        torch.cuda.current_stream().wait_stream(context.stream)
         torch.cuda.synchronize()
         return CudaRecording(engine, graph, outputs)
+
+    def _record(self, body: Body, warmups: int, stream: Any) -> tuple[Any, list[torch.Tensor | None]]:
+        engine = self._engine
+        engine.set_graph_pool_id(self._pool)
+        for _ in range(warmups):
+            torch.cuda.synchronize()
+            self._ranks.rendezvous()
+            body()
+        graph = engine.BreakableCUDAGraph()
+        with (
+            engine.pool_capture_scope(),
+            engine.BreakableCUDAGraphCapture(
+                cuda_graph=graph, pool=self._pool, stream=stream, barrier_fn=self._ranks.rendezvous
+            ),
+        ):
+            return graph, body()
+
+
+class _Noted:
+    """A body that keeps what it raised: closing a capture that broke off raises errors of its own over it."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self.error: Exception | None = None
+
+    def __call__(self) -> list[torch.Tensor | None]:
+        try:
+            return self._body()
+        except Exception as e:
+            self.error = e
+            raise
+
+    @contextmanager
+    def reasons(self) -> Iterator[None]:
+        """Raise what the body raised, whatever came over it on the way out."""
+        try:
+            yield
+        except Exception as e:
+            if self.error is None or self.error is e:
+                raise
+        else:
+            return
+        raise self.error

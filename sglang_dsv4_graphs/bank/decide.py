@@ -21,14 +21,19 @@ class ServerFacts:
     unified_kv: bool = False
     hisparse: bool = False
     lora: bool = False
+    weight_offload: bool = False
+    expert_all_to_all: bool = False
     memory_saver: bool = False
     pool_borrowing: bool = False
     forward_hooks: bool = False
     decode_only: bool = False
     prefill_graph: bool = False
-    engram: bool = False
     lagged_hyper_connections: bool = True
 
+
+# Set once a GPU run has shown banks and a prefill graph side by side (docs/notes/prefill-graph.md); until then only
+# benchmarks/gpu sets it, in its own process.
+PREFILL_GRAPH_SHOWN = False
 
 # (field of ServerFacts, reason); the first that holds is given.
 _SERVER_REASONS = (
@@ -39,11 +44,12 @@ _SERVER_REASONS = (
     ("unified_kv", "unified KV: attention stores through another path"),
     ("hisparse", "HiSparse: KV slots move between steps"),
     ("lora", "LoRA: adapters change what the layers compute"),
+    ("weight_offload", "weight offload: weights of a layer are copied to the GPU anew in each step"),
+    ("expert_all_to_all", "expert all-to-all: dispatch sizes follow each step's routing and span ranks"),
     ("memory_saver", "memory saver: weights and pools may be released while graphs hold their addresses"),
     ("pool_borrowing", "graph-pool borrowing: other code writes into graph memory"),
     ("decode_only", "disaggregated decode: this server runs no prefill"),
     ("prefill_graph", "prefill graph: replaying it beside the banks faulted once and is not shown to be safe"),
-    ("engram", "Engram: its hash reads positions that are not padded to a bucket"),
     ("forward_hooks", "forward hooks: a replay does not call them"),
 )
 
@@ -53,7 +59,7 @@ def server_reason(facts: ServerFacts, *, capturable_devices: tuple[str, ...] = (
     if facts.device not in capturable_devices:
         return f"device {facts.device}: CUDA graphs need an NVIDIA GPU"
     for name, reason in _SERVER_REASONS:
-        if getattr(facts, name):
+        if getattr(facts, name) and not (name == "prefill_graph" and PREFILL_GRAPH_SHOWN):
             return reason
     if not facts.lagged_hyper_connections:
         return "model without lagged hyper-connections: not DeepSeek-V4.1"
@@ -83,6 +89,7 @@ _STEP_REASONS = (
 )
 TOO_MANY_ROWS = "more rows than the largest bucket"
 NO_ROWS = "no rows"
+NOTHING_CAPTURED = "nothing captured"
 RETIRED = "bank retired"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
+from sglang_dsv4_graphs.bank.engram import staged_by_scheduler
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.range_bank import RangeBank
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
@@ -35,12 +36,18 @@ class DecoderReplayBank(RangeBank):
         served, model = startup.served, startup.served.model
         if model.late_layer_start is None:
             return
-        limit = startup.dummies.most_requests * DECODER_REPLAY_STEP
-        buckets = decoder_replay_buckets(served.settings.decoder_replay_max_rows, limit)
+        buckets = decoder_replay_buckets(served.settings.decoder_replay_max_rows, startup.largest_tail)
         if not buckets:
             return
         first, last = model.late_layer_start, model.end_layer
-        bank = startup.make_bank(NAME, first, last, buckets)
+        if staged_by_scheduler(model, first, last):
+            served.log.info("skipped", bank=NAME, reason="Engram rows of late layers are staged by the scheduler")
+            return
+        # A prefill graph that collects hidden states holds those of its early layers across the break in which this
+        # bank replays; nothing else of it is alive there (docs/notes/prefill-graph.md).
+        collects = any(i < first for i in model.dspark_layers_to_capture or ())
+        apart = collects and served.engine.captures_prefill()
+        bank = startup.make_bank(NAME, first, last, buckets, apart=apart)
         startup.capture_all(bank, lambda rows: startup.dummies.batch(rows, DECODER_REPLAY_STEP))
         if bank.buckets:
             startup.open_engine_tail()
@@ -71,12 +78,16 @@ class DecoderReplayBank(RangeBank):
     def run_tail(
         self, served: ServedModel, state: Any, positions: Any, input_ids: Any, batch: Any
     ) -> tuple[Any, Any, list[Any]] | None:
-        """Run the late layers inside a prefill-graph break; None if they have no bucket.
+        """Run the late layers inside a prefill-graph break; None if they have no bucket or must run eagerly.
 
         Returns residual streams, pre-mix and captured hidden states, one per captured layer; views valid until
         the next replay.
         """
         bank = self._banks[served]
+        reason = served.reason_inside_prefill_graph(batch, positions.shape[0])
+        if reason is not None:
+            served.count_fallback(NAME, reason, positions.shape[0])
+            return None
         bucket = self.usable_bucket(served, bank, positions.shape[0])
         if bucket is None:
             return None

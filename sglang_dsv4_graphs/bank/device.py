@@ -20,6 +20,11 @@ class Device:
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info()[0]) if self.is_cuda else 0
 
+    def room_bytes(self) -> int:
+        """The most that a capture could get: free memory, and what the allocator holds for nobody."""
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() if self.is_cuda else 0
+        return self.free_bytes() + int(unused)
+
     def release(self) -> None:
         """Give what nothing uses back to the device; pools of living graphs stay."""
         gc.collect()
@@ -40,12 +45,13 @@ class Device:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Wall time of ``call`` with everything it launched, from an idle device."""
-        self._synchronize()
+        self.synchronize()
         start = time.perf_counter()
         call()
-        self._synchronize()
+        self.synchronize()
         return time.perf_counter() - start
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for everything that was launched."""
         if self.is_cuda:
             torch.cuda.synchronize()

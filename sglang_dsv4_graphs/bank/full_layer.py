@@ -27,13 +27,15 @@ class FullLayerBank(RangeBank):
     def dsv4_graphs_startup(self, startup: Startup) -> None:
         served, model = startup.served, startup.served.model
         cap = served.settings.full_layer_max_tokens
-        buckets = full_layer_buckets(cap, startup.chunk_size, startup.dummies.most_rows)
+        # No bucket above the largest step: none would replay it, and no workspace has grown to it.
+        limit = min(startup.dummies.most_rows, startup.largest_step)
+        buckets = full_layer_buckets(cap, startup.chunk_size, limit)
         if not buckets:
             return
         last = model.end_layer if model.late_layer_start is None else model.late_layer_start
         bank = startup.make_bank(NAME, model.start_layer, last, buckets)
         startup.capture_all(bank, startup.dummies.batch, trim=cap < 0)
-        self.keep(served, bank, full_layer_overrides(model, bank))
+        self.keep(served, bank, {})
 
     @hookimpl
     def dsv4_graphs_step(self, step: Step) -> Takeover | None:
@@ -51,11 +53,3 @@ class FullLayerBank(RangeBank):
 
     def narrows_to(self, step: Step) -> Any:
         return step.tail
-
-
-def full_layer_overrides(model: Any, bank: Bank) -> dict[str, Any]:
-    """What of the model the bank replaces in a step beside its layers."""
-    first, last = bank.layers.first, bank.layers.last
-    hashed = [i for i, layer in enumerate(model.layers) if getattr(layer, "engram", None) is not None]
-    # The graph's own break hashes; hashing before it too would commit the history twice.
-    return {"engram_hasher": None} if hashed and all(first <= i < last for i in hashed) else {}

@@ -10,20 +10,19 @@ Does not detect a buffer that is rewritten in place: that is what buffers are fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from operator import getitem
+from typing import Any, NamedTuple
 
 import torch
-
-# Weights compared before one replay; all of them come round in some dozen steps.
-WEIGHTS_PER_CHECK = 48
 
 
 class GuardedBuffer(NamedTuple):
     """One buffer that captured kernels read by address and the bank does not own.
 
-    ``tensor`` returns the current one (None while there is none); it is called before every replay if ``cheap``,
-    else only when a graph was captured and when all addresses are checked.
+    ``tensor`` returns the current one (None while there is none). It is called when a graph is captured and before
+    its replays: before each if ``cheap``, else only before the first after a weight update. If it raises before a
+    replay, the buffer counts as moved.
     """
 
     name: str
@@ -35,21 +34,33 @@ class Weight(NamedTuple):
     """A weight by the slot that holds it: an update may move its storage or put another tensor into the slot."""
 
     name: str
-    slots: Mapping[str, torch.Tensor | None]
+    slots: dict[str, Any]
     key: str
 
-    def address(self) -> int | None:
-        return _address(self.slots.get(self.key))
+    def tensor(self) -> torch.Tensor | None:
+        return self.slots.get(self.key)
 
 
 class MovedBufferError(RuntimeError):
-    """A buffer that a captured graph reads lies elsewhere now; names bank, bucket, buffer and both addresses."""
+    """A buffer that a captured graph reads lies elsewhere now; names bank, bucket, buffer and both addresses.
 
-    def __init__(self, bank: str, bucket: int, buffer: str, captured: int | None, current: int | None) -> None:
+    ``problem`` says why its present address is unknown, if it is.
+    """
+
+    def __init__(
+        self,
+        bank: str,
+        bucket: int,
+        buffer: str,
+        captured: int | None,
+        current: int | None,
+        problem: Exception | None = None,
+    ) -> None:
         self.bank, self.bucket, self.buffer = bank, bucket, buffer
+        now = _hex(current) if problem is None else f"nobody knows where ({type(problem).__name__}: {problem})"
         super().__init__(
-            f"bank={bank} bucket={bucket} buffer={buffer} moved: captured at {_hex(captured)}, now at "
-            f"{_hex(current)}; a replay would read freed memory"
+            f"bank={bank} bucket={bucket} buffer={buffer} moved: captured at {_hex(captured)}, now at {now}; "
+            "a replay would read freed memory"
         )
 
 
@@ -68,14 +79,22 @@ class Addresses(NamedTuple):
 
 
 class AddressGuard:
-    """Records and compares addresses. ``weights`` are checked in rotation, everything else before every replay."""
+    """Records and compares the addresses of what one bank's graphs read and others own.
+
+    Weights lie where they lay when the guard was made, for every bucket; buffers where they lay when the bucket was
+    captured. What is not cheap to ask for is compared in the first check of each bucket after ``weights_changed``.
+    """
 
     def __init__(self, buffers: Iterable[GuardedBuffer], weights: Sequence[Weight] = ()) -> None:
         self._buffers = tuple(buffers)
         self._cheap = tuple((i, b) for i, b in enumerate(self._buffers) if b.cheap)
         self._weights = tuple(weights)
-        self._weight_addresses = tuple(w.address() for w in self._weights)
-        self._turn = 0
+        self._slots = [w.slots for w in self._weights]
+        self._keys = [w.key for w in self._weights]
+        self._weight_addresses = [_address(w.tensor()) for w in self._weights]
+        self._updates = 0
+        # By bucket: how many updates there had been when everything was last compared.
+        self._compared: dict[int, int] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,25 +105,39 @@ class AddressGuard:
         """Where everything lies now."""
         return Addresses(tuple(_address(b.tensor()) for b in self._buffers))
 
+    def weights_changed(self) -> None:
+        """The engine has loaded, moved or derived weights anew: the next check of each bucket compares everything."""
+        self._updates += 1
+
     def check(self, captured: Addresses, *, bank: str, bucket: int, everything: bool = False) -> None:
-        """Compare with the addresses at capture; cheap buffers and a share of the weights unless ``everything``.
+        """Compare with the addresses at capture: all weights and cheap buffers; the rest if due or ``everything``.
 
         Raises:
-            MovedBufferError: for the first that differs.
+            MovedBufferError: for the first that differs, or whose probe raises.
         """
-        buffers = enumerate(self._buffers) if everything else self._cheap
-        for i, b in buffers:
-            now = _address(b.tensor())
-            if now != captured.buffers[i]:
-                raise MovedBufferError(bank, bucket, b.name, captured.buffers[i], now)
-        self._check_weights(bank, bucket, len(self._weights) if everything else WEIGHTS_PER_CHECK)
+        everything = everything or self._compared.get(bucket, 0) != self._updates
+        for i, b in enumerate(self._buffers) if everything else self._cheap:
+            _compare(bank, bucket, b.name, b.tensor, captured.buffers[i])
+        if self._any_weight_moved():
+            for weight, address in zip(self._weights, self._weight_addresses, strict=True):
+                _compare(bank, bucket, weight.name, weight.tensor, address)
+        if everything:
+            self._compared[bucket] = self._updates
 
-    def _check_weights(self, bank: str, bucket: int, count: int) -> None:
-        total = len(self._weights)
-        for _ in range(min(count, total)):
-            i = self._turn
-            self._turn = (i + 1) % total
-            weight = self._weights[i]
-            now = weight.address()
-            if now != self._weight_addresses[i]:
-                raise MovedBufferError(bank, bucket, weight.name, self._weight_addresses[i], now)
+    def _any_weight_moved(self) -> bool:
+        # No Python code per weight: there are several hundred. A slot that is gone or holds no tensor raises.
+        try:
+            now = list(map(torch.Tensor.data_ptr, map(getitem, self._slots, self._keys)))
+        except Exception:
+            return True
+        return now != self._weight_addresses
+
+
+def _compare(bank: str, bucket: int, name: str, probe: Callable[[], torch.Tensor | None], captured: int | None) -> None:
+    """Raise ``MovedBufferError`` unless ``probe``'s tensor lies at ``captured``."""
+    try:
+        now = _address(probe())
+    except Exception as e:  # whatever an extension's probe or a tensor without memory raises: not known to be in place
+        raise MovedBufferError(bank, bucket, name, captured, None, e) from e
+    if now != captured:
+        raise MovedBufferError(bank, bucket, name, captured, now)

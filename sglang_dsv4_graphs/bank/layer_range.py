@@ -2,20 +2,22 @@
 
 The body is the engine's own loop on a view of the model cut to the range, inside the contexts that the engine's
 break functions read. Capture and replay need different ones: a capture marks itself breakable so that attention,
-KV store, low-ratio sources and Engram hash break; a replay must not, since its breaks are plain eager calls and
-some of them check the mark (the request window skips its history check under it).
+KV store and low-ratio sources break; a replay must not, since its breaks are plain eager calls and some of them
+check the mark (the request window skips its history check under it).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 
+from sglang_dsv4_graphs.bank.engram import GivenHashes
 from sglang_dsv4_graphs.bank.views import ModelView, StateInjector
 from sglang_dsv4_graphs.breaks.shared import StepShared
 from sglang_dsv4_graphs.engine import Engine
@@ -27,24 +29,28 @@ Loop = Callable[..., Any]
 @dataclass(frozen=True)
 class RangeInputs:
     """Rows that enter a range: residual streams [rows, hc_mult, hidden], pre-mix [rows, hc_mult] or None (the
-    model's first layers have none), positions [rows], input_ids [rows]."""
+    model's first layers have none), positions [rows], input_ids [rows], Engram hash ids [rows, Engram layers,
+    hash columns] or None (no layer of the range carries an Engram)."""
 
     residual: torch.Tensor
     pre: torch.Tensor | None
     positions: torch.Tensor
     input_ids: torch.Tensor
+    hash_ids: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        with_pre = [] if self.pre is None else [self.pre]
-        return [self.residual, *with_pre, self.positions, self.input_ids]
+        every = (self.residual, self.pre, self.positions, self.input_ids, self.hash_ids)
+        return [t for t in every if t is not None]
 
     def like(self, tensors: Sequence[torch.Tensor]) -> RangeInputs:
         """The same structure around other tensors."""
-        if self.pre is None:
-            residual, positions, input_ids = tensors
-            return RangeInputs(residual, None, positions, input_ids)
-        residual, pre, positions, input_ids = tensors
-        return RangeInputs(residual, pre, positions, input_ids)
+        residual, *rest = tensors
+        pre = None if self.pre is None else rest.pop(0)
+        positions, input_ids, *hashed = rest
+        (hash_ids,) = hashed or (None,)
+        if (hash_ids is None) != (self.hash_ids is None):
+            raise ValueError(f"{len(tensors)} tensors for the rows of a range that take {len(self.tensors())}")
+        return RangeInputs(residual, pre, positions, input_ids, hash_ids)
 
     @property
     def rows(self) -> int:
@@ -70,7 +76,7 @@ class LayerRange:
 
     def __init__(self, engine: Engine, model: Any, loop: Loop, first: int, last: int) -> None:
         self._engine = engine
-        self._model = model
+        self._model = ref(model)  # the engine's to keep, as in ServedModel
         self._loop = loop
         self.first, self.last = first, last
         self._layers = list(model.layers)
@@ -87,13 +93,14 @@ class LayerRange:
             layers = list(layers)
             layers[self.first] = StateInjector(layers[self.first], state, self._engine.hand_over)
         view = ModelView(
-            self._model,
+            self._living_model(),
             layers=layers,
             start_layer=self.first,
             end_layer=self.last,
             late_layer_start=None,
             decoder_replay_tail=None,
             dspark_layers_to_capture=list(captured_layers),
+            engram_hasher=None if inputs.hash_ids is None else GivenHashes(inputs.hash_ids),
         )
         packer = self._engine.new_packer(len(captured_layers)) if captured_layers else None
         residual, pre, _ = self._loop(
@@ -109,21 +116,31 @@ class LayerRange:
         aux = [] if packer is None else [self._engine.packed(packer)]
         return [residual, pre, *aux]
 
+    def _living_model(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the engine has dropped the model of this range")
+        return model
+
     @contextmanager
     def capture_scope(self, batch: Any) -> Iterator[None]:
         """Contexts of warm-up, capture and eager comparison runs; break functions break in here."""
+        failed: Exception | None = None
         with (
             torch.no_grad(),
             multi_stream_off(),
             self.replay_scope(batch),
-            self._marked_breakable(),
+            # Leaving this scope clears the mark; the scope around it puts back what was there.
+            self._engine.enable_breakable(),
             self._engine.range_capture_scope(),
         ):
-            yield
-
-    def _marked_breakable(self) -> AbstractContextManager[Any]:
-        # Leaving the engine's scope clears the mark, which a prefill-graph step around us has set.
-        return nullcontext() if self._engine.in_breakable() else self._engine.enable_breakable()
+            try:
+                yield
+            except Exception as e:
+                # The engine's mark logs advice for its own prefill graph about whatever passes it: go round it.
+                failed = e
+        if failed is not None:
+            raise failed
 
     def sharing(self, shared: StepShared | None) -> AbstractContextManager[Any]:
         """Breaks in here share ``shared`` and take the lean way; with None they run as the engine has them."""
@@ -139,8 +156,11 @@ class LayerRange:
 
     @contextmanager
     def replay_scope(self, batch: Any) -> Iterator[None]:
-        """Contexts of a replay: its breaks read ``batch``, the step's own with the real row count."""
-        with self._engine.step_context(batch), self._break_context(batch):
+        """Contexts of a replay: its breaks read ``batch``, the step's own with the real row count.
+
+        Inside a prefill-graph step the mark is set, and breaks that check it would take the ways of a capture.
+        """
+        with self._engine.step_context(batch), self._break_context(batch), self._engine.unmarked():
             yield
 
     @contextmanager
@@ -160,7 +180,7 @@ class LayerRange:
 
     def _break_layers(self) -> dict[str, Any]:
         if self._graph_layers is None:
-            self._graph_layers = self._engine.graph_layers(self._model)
+            self._graph_layers = self._engine.graph_layers(self._living_model())
         found = self._graph_layers
         return {
             "attention_layers": found.attention_layers,

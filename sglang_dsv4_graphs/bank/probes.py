@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -59,11 +59,38 @@ def _flashinfer_cache() -> Iterable[GuardedBuffer]:
 def model_weights(model: torch.nn.Module, first: int, last: int) -> list[Weight]:
     """Parameters and buffers of layers ``[first, last)``, by name."""
     found: list[Weight] = []
+    for path, module in _modules(model, first, last):
+        for slots in (module._parameters, module._buffers):
+            found += [Weight(f"{path}.{key}", slots, key) for key, t in slots.items() if t is not None]
+    return found
+
+
+def derived_tensors(model: torch.nn.Module, first: int, last: int) -> Iterator[GuardedBuffer]:
+    """Tensors that modules of layers ``[first, last)`` keep as plain attributes, alone or in a tuple or list.
+
+    The engine derives some from weights (splits, transposed or padded copies) and makes them anew in an update. Others
+    may change from step to step without any graph reading them, so they are compared after an update only.
+    """
+    for path, module in _modules(model, first, last):
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield GuardedBuffer(f"{path}.{key}", partial(_attribute, module, key), cheap=False)
+            elif isinstance(value, tuple | list):
+                for i in (i for i, part in enumerate(value) if isinstance(part, torch.Tensor)):
+                    yield GuardedBuffer(f"{path}.{key}[{i}]", partial(_part, module, key, i), cheap=False)
+
+
+def _modules(model: torch.nn.Module, first: int, last: int) -> Iterator[tuple[str, torch.nn.Module]]:
     for i in range(first, last):
         layer = model.layers[i]  # type: ignore[index]
-        if not isinstance(layer, torch.nn.Module):
-            continue
-        for path, module in layer.named_modules(prefix=f"layers.{i}"):
-            for slots in (module._parameters, module._buffers):
-                found += [Weight(f"{path}.{key}", slots, key) for key, t in slots.items() if t is not None]
-    return found
+        if isinstance(layer, torch.nn.Module):
+            yield from layer.named_modules(prefix=f"layers.{i}")
+
+
+def _attribute(module: torch.nn.Module, key: str) -> Any:
+    return vars(module).get(key)
+
+
+def _part(module: torch.nn.Module, key: str, index: int) -> Any:
+    whole = vars(module).get(key)
+    return None if whole is None else whole[index]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
-from sglang_dsv4_graphs.bank.decide import RETIRED, rows_reason
+from sglang_dsv4_graphs.bank.decide import NOTHING_CAPTURED, RETIRED, rows_reason
 from sglang_dsv4_graphs.bank.guard import MovedBufferError
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
@@ -16,7 +16,10 @@ from sglang_dsv4_graphs.extend import hookimpl
 
 
 class RangeBank:
-    """One bank per served model; subclasses say which layers and which rows."""
+    """One bank per served model; subclasses say which layers and which rows.
+
+    What is kept must not lead back to the served model or its model: both would live as long as the plugin.
+    """
 
     name: ClassVar[str]
 
@@ -43,15 +46,17 @@ class RangeBank:
         """The bucket that ``rows`` replay in, or None with the reason counted."""
         bucket = bank.bucket_for(rows)
         if bucket is None:
-            served.count_fallback(self.name, RETIRED if bank.retired else rows_reason(rows), rows)
+            served.count_fallback(self.name, _no_bucket_reason(bank, rows), rows)
             return None
         moved: MovedBufferError | None = None
         try:
             bank.check(bucket)
         except MovedBufferError as e:
             moved = e
-        if served.ranks.any(moved is not None):
-            served.retire(bank, moved)
+        # An address may stay by chance on one rank where it moves on another, so each step asks all of them.
+        rank = served.ranks.who(moved is not None)
+        if rank is not None:
+            served.retire(bank, moved, rank)
             served.count_fallback(self.name, RETIRED, rows)
             return None
         return bucket
@@ -60,8 +65,7 @@ class RangeBank:
         """This bank's part in ``step``."""
 
         def run(state: Any, positions: Any, input_ids: Any, batch: Any) -> Any:
-            pre = state.pre if bank.layers.first > step.served.model.start_layer else None
-            live = RangeInputs(state.residual, pre, positions, input_ids)
+            live = step.inputs(bank.layers.first, bank.layers.last, state, positions, input_ids)
             outputs = self.replay(step.served, bank, bucket, live, batch)
             state.release()
             return self.leave(step, bank, outputs)
@@ -90,11 +94,22 @@ class RangeBank:
         """The tail whose rows the step keeps of this range's hidden states, or None."""
         return None
 
+    def weights_changed(self) -> None:
+        """The engine has changed weights: the next check of every bank compares everything."""
+        for bank in list(self._banks.values()):
+            bank.guard.weights_changed()
+
     @hookimpl
     def dsv4_graphs_shutdown(self) -> None:
         for bank in self._banks.values():
             bank.retire("shut down")
         self._banks.clear()
+
+
+def _no_bucket_reason(bank: Bank, rows: int) -> str:
+    if bank.retired:
+        return RETIRED
+    return rows_reason(rows) if bank.buckets else NOTHING_CAPTURED
 
 
 def repeatable(model: Any, bank: Bank) -> bool:

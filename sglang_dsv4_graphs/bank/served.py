@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import pluggy
 
 from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.decide import StepFacts, step_reason
+from sglang_dsv4_graphs.bank.engram import StepHasher, has_engram
 from sglang_dsv4_graphs.bank.guard import MovedBufferError
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.views import Takeover, step_view
 from sglang_dsv4_graphs.engine import Engine
@@ -36,6 +39,8 @@ class Step:
     capture_dspark: bool
     packer: Any
     loop: Loop
+    # Of a model with Engram: has the ids once the loop has hashed, which is before the first layer.
+    hasher: StepHasher | None = None
 
     @property
     def tail(self) -> Any:
@@ -43,6 +48,18 @@ class Step:
         if self.served.model.late_layer_start is None:
             return None
         return self.served.engine.get_attn_backend().tail_forward_metadata.late_layer_tail
+
+    def inputs(self, first: int, last: int, state: Any, positions: Any, input_ids: Any) -> RangeInputs:
+        """What enters layers ``[first, last)``, from what the loop gives the first of them."""
+        model = self.served.model
+        hash_ids = None
+        if self.hasher is not None and has_engram(model, first, last):
+            hash_ids = self.hasher.ids
+            if first == model.late_layer_start:
+                # The loop has narrowed everything else.
+                hash_ids = self.tail.rows(hash_ids)
+        pre = state.pre if first > model.start_layer else None
+        return RangeInputs(state.residual, pre, positions, input_ids, hash_ids)
 
 
 class ServedModel:
@@ -56,10 +73,10 @@ class ServedModel:
         self, engine: Engine, model: Any, settings: Settings, manager: pluggy.PluginManager, log: RankLog
     ) -> None:
         self.engine = engine
-        self.model = model
+        # The engine's to keep: a model that it drops is freed, and with it this and its banks.
+        self._model = ref(model)
         self.settings = settings
         self.log = log
-        self.layers = list(model.layers)
         self.stand_down: str | None = None
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.replays: Counter[tuple[str, int]] = Counter()
@@ -70,6 +87,20 @@ class ServedModel:
         # A rehearsal is no request: it is not counted, compared or logged.
         self.rehearsing = False
         self._forced: Callable[[Step], list[Takeover]] | None = None
+        # Who takes layers over in the loop that the engine captures for its prefill graph (0.5.22), or None.
+        self.in_prefill_graph: Callable[[Step], list[Takeover]] | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model.
+
+        Raises:
+            ReferenceError: if the engine has dropped it.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the engine has dropped this model; nothing can run in its banks")
+        return model
 
     @property
     def may_replay_tails(self) -> bool:
@@ -97,13 +128,19 @@ class ServedModel:
         model = self.model
         self.plain_loop = loop
         args = (positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, packer)
-        if self._passes(forward_batch):
+        # What passes is none of ours, unless the engine is capturing a prefill graph that we have a part in.
+        capturing = self.in_prefill_graph
+        if capturing is not None and (self._forced is not None or not self.engine.in_breakable()):
+            capturing = None
+        if capturing is None and self._passes(forward_batch):
             return loop(model, *args)
         facts = self._facts(forward_batch, input_ids, input_ids_global)
-        step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop)
-        takeovers = self.takeovers(step)
+        hasher = None if capturing or model.engram_hasher is None else StepHasher(model.engram_hasher)
+        step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop, hasher)
+        takeovers = self.takeovers(step) if capturing is None else capturing(step)
         if takeovers:
-            model = step_view(model, self.layers, takeovers, self.engine.hand_over)
+            hashing = [] if hasher is None else [Takeover.of_nothing(engram_hasher=hasher)]
+            model = step_view(model, list(model.layers), [*takeovers, *hashing], self.engine.hand_over)
         return loop(model, *args)
 
     def _passes(self, batch: Any) -> bool:
@@ -115,6 +152,7 @@ class ServedModel:
             or self.stand_down is not None
             or not batch.forward_mode.is_extend()
             or self.engine.in_capture_mode()
+            or self.engine.in_breakable()
         )
 
     def takeovers(self, step: Step) -> list[Takeover]:
@@ -145,6 +183,11 @@ class ServedModel:
             unbounded_moe_count=not owned_bound,
         )
 
+    def reason_inside_prefill_graph(self, batch: Any, rows: int) -> str | None:
+        """Why the late layers of a prefill-graph step run eagerly whatever their rows, or None."""
+        recording = bool(self.engine.expert_recorder().recording)
+        return step_reason(StepFacts(rows, multimodal=batch.contains_mm_inputs(), recording_experts=recording))
+
     def count_fallback(self, bank: str, reason: str, rows: int) -> None:
         """Count an eager step; the first of each reason is logged."""
         if self.rehearsing:
@@ -152,13 +195,13 @@ class ServedModel:
         self.fallbacks[bank, reason] += 1
         self.log.once(("fallback", bank, reason), "fallback", bank=bank, reason=reason, rows=rows)
 
-    def retire(self, bank: Bank, moved: MovedBufferError | None) -> None:
-        """A buffer that a bank's graphs read has moved, here or (None) on another rank: no rank replays it again.
+    def retire(self, bank: Bank, moved: MovedBufferError | None, rank: int) -> None:
+        """A buffer that a bank's graphs read has moved, here or (None) on ``rank``: no rank replays it again.
 
         Raises:
             MovedBufferError: in strict mode, on the rank where it moved.
         """
-        reason = "a guarded buffer moved on another rank" if moved is None else str(moved)
+        reason = f"a guarded buffer moved on rank {rank}" if moved is None else str(moved)
         self.log.error("moved-buffer", bank=bank.name, reason=reason)
         bank.retire(reason)
         if self.settings.strict and moved is not None:

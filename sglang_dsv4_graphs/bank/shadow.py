@@ -1,9 +1,9 @@
 """Shadow mode: the first replayed steps of a server are also run eagerly, and compared.
 
 The comparison is exact: same rows, same padding, same process. An eager run repeats the step's KV writes, which
-is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix, and
-Engram's history. Such steps are skipped, and so is a range whose first layers read a selection that its later layers
-overwrite (``range_bank.repeatable``).
+is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix. Such
+steps are skipped, and so is a range whose first layers read a selection that its later layers overwrite
+(``range_bank.repeatable``). Engram's history is not written by a range (``engram``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class Shadow:
 
     def __init__(self, steps: int, served: ServedModel) -> None:
         self._left = steps
-        self._served = served
+        # Not the served model itself: who keeps a shadow by its served model would keep it for ever.
+        self._log = served.log
         self.compared = 0
         self.differed = 0
 
     def wanted(self, batch: Any) -> bool:
         """Whether the next replay is to be compared."""
-        if self._left <= 0 or self._served.model.engram_hasher is not None:
+        if self._left <= 0:
             return False
         return all(n % 2 == 0 for n in batch.extend_prefix_lens_cpu or ())
 
@@ -42,11 +43,9 @@ class Shadow:
         largest = largest_difference(replayed, eager)
         if largest != 0.0:
             self.differed += 1
-            self._served.log.error(
-                "shadow", bank=bank.name, bucket=bucket, rows=live.rows, largest_difference=f"{largest:g}"
-            )
+            self._log.error("shadow", bank=bank.name, bucket=bucket, rows=live.rows, largest_difference=f"{largest:g}")
         if self._left == 0:
-            self._served.log.info("shadow", bank=bank.name, compared=self.compared, differed=self.differed)
+            self._log.info("shadow", bank=bank.name, compared=self.compared, differed=self.differed)
         return eager
 
 

@@ -32,7 +32,7 @@ class ModelView:
 class _StandIn:
     """A layer's place in the table; what the loop reads of a layer is the real one's, its Engram apart."""
 
-    engram = None
+    engram: Any = None
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -74,19 +74,25 @@ class RangeEntry(_StandIn):
 
 
 class StateInjector(_StandIn):
-    """The first layer of a captured late range: the loop enters with a bare residual, this adds the pre-mix."""
+    """The first layer of a captured late range: the loop enters with a bare residual, this adds the pre-mix.
+
+    On 0.5.22 that layer may carry an Engram, which the loop runs on the residual before it calls the layer; 0.5.23's
+    model refuses one there.
+    """
 
     def __init__(self, layer: Any, state: Any, hand_over: HandOver) -> None:
         super().__init__(layer)
         self._state = state
         self._hand_over = hand_over
+        self.engram = getattr(layer, "engram", None)
 
     def __call__(self, *, hidden_states: Any, forward_batch: Any, **kwargs: Any) -> Any:
         handed = self._hand_over(self._state, forward_batch)
         return self._layer(hidden_states=handed, forward_batch=forward_batch, **kwargs)
 
     def forward_hc_pre_from_prev(self, *, state: Any, **kwargs: Any) -> Any:
-        return self._layer.forward_hc_pre_from_prev(state=self._state, **kwargs)
+        injected = self._state if self.engram is None else self._state.with_residual(state.residual)
+        return self._layer.forward_hc_pre_from_prev(state=injected, **kwargs)
 
 
 @dataclass

@@ -5,16 +5,31 @@ Nothing here checks the engine: ``hooks.contracts`` compared every name and sign
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4_graphs.engine.facts import HOOKS, contracts_for, release, resolve
+from sglang_dsv4_graphs.engine.facts import HOOKS, RUNTIME_CONTEXT, contracts_for, release, resolve
 
 if TYPE_CHECKING:
     import torch
 
     from sglang_dsv4_graphs.breaks.shared import StepShared
+
+
+def speaks_for_server() -> bool:
+    """Whether this process is the one that writes a line of which a server is to have one.
+
+    An engine process that serves a model is told its ranks before it imports the model; one that has been told its role
+    and no ranks (the tokenizer's) serves none. Asks nothing of an engine that is unknown: where no answer comes, yes.
+    """
+    context = sys.modules.get(RUNTIME_CONTEXT)
+    try:
+        parallel = context.get_parallel()  # type: ignore[union-attr]
+        return not (parallel.tp_rank or parallel.pp_rank or parallel.dp_rank)
+    except Exception:  # no engine, another engine, or ranks that were not published
+        return getattr(context, "publish_role", lambda: None)() is None
 
 
 class Engine:
@@ -122,6 +137,25 @@ class Engine:
         finally:
             self.capturing_range = saved
 
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
+        """Calls in here are an eager step's, also inside a prefill-graph step; its mark is there again afterwards."""
+        path, _, name = self._targets["breakable_mark"].rpartition(".")
+        module = resolve(path)
+        saved = getattr(module, name)
+        setattr(module, name, False)
+        try:
+            yield
+        finally:
+            setattr(module, name, saved)
+
+    @staticmethod
+    def replace_fields(struct: Any, **fields: Any) -> Any:
+        """A copy of one of the engine's frozen structs with other ``fields``."""
+        import msgspec
+
+        return msgspec.structs.replace(struct, **fields)
+
     def has(self, name: str) -> bool:
         """Whether this engine version has the contract ``name``."""
         return name in self._targets
@@ -130,6 +164,23 @@ class Engine:
         """Whether this server captures a prefill graph of its own."""
         config = self.get_exec().graph.cuda_graph_config
         return config is not None and str(config.prefill.backend) != "disabled"
+
+    def offloads_weights(self) -> bool:
+        """Whether weights of some layers live elsewhere than on the GPU, for good or between their uses."""
+        offload, moe = self.get_exec().offload, self.get_exec().moe
+        paged = getattr(moe, "enable_paged_experts", False)  # 0.5.23
+        return offload.cpu_offload_gb > 0 or offload.offload_group_size > 0 or paged or moe.kt_weight_path is not None
+
+    def forget_graph_inputs(self) -> None:
+        """Drop the all-reduce inputs that a capture which failed left behind.
+
+        The engine's communicators collect them while a graph captures and register them, by their order, with the
+        other ranks when a capture ends well; the engine gives up after a failure and never drops them.
+        """
+        for group in list(self.parallel_groups.values()):
+            pending = getattr(getattr(group(), "ca_comm", None), "_graph_inputs", None)
+            if isinstance(pending, list):
+                pending.clear()
 
     def local_rows(self, rows: int, bucket: int, sharded: bool) -> int:
         """How many of ``rows`` real rows are in this rank's shard of ``bucket``."""

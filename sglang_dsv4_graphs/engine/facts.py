@@ -26,6 +26,8 @@ MODEL_MODULE = "sglang.srt.models.deepseek_v4"
 # Off while a bank captures: under the capture flag it sends ratio-0 layers down a prepare that stores their K
 # into the slots of the captured step.
 MULTI_STREAM_ENV = "SGLANG_OPT_USE_MULTI_STREAM_OVERLAP"
+# What a process knows of its own part in a server, as far as it has been told.
+RUNTIME_CONTEXT = "sglang.srt.runtime_context"
 # Rows of one request's tail under decoder SWA bounded replay.
 TAIL_ROWS_PER_REQUEST = 128
 
@@ -36,12 +38,16 @@ _PIECEWISE = _RUNNER + "runner_backend_utils.tc_piecewise_cuda_graph.context_man
 _MODEL = MODEL_MODULE + "."
 _TAIL = _SRT + "models.deepseek_v4_replay_tail."
 _INDEXER = _SRT + "layers.attention.dsv4.v41_indexer."
+_UPDATER = _RUNNER + "model_runner_components.weight_updater.WeightUpdater."
+_CAUSAL_LM = _MODEL + "DeepseekV4ForCausalLM."
+_BACKEND = _SRT + "layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend."
 _V22, _V23 = ("0.5.22",), ("0.5.23",)
 
 _LOOP = (
     "self, positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, "
     "dspark_aux_hidden_states"
 )
+_TAIL_METADATA = "self, forward_batch, *, for_prefill_graph=, max_seq_len_override="
 _SET_CONTEXT = (
     "forward_batch, attention_layers, quant_config, moe_layers, moe_fusions, dsa_indexers=, "
     "mha_companion_layers=, num_tokens=, raw_num_tokens=, full_graph="
@@ -68,6 +74,30 @@ def release(engine_version: str) -> str:
     """The release part of a version: ``0.5.23`` of ``0.5.23.post1+cu130``."""
     return ".".join(engine_version.split("+")[0].split(".")[:3])
 
+
+# Everything through which the engine changes the weights of a model in service. (Loading a model again builds another
+# one; releasing memory needs the memory saver, with which nothing is captured.)
+WEIGHT_UPDATES = (
+    Contract(
+        "weights_from_disk",
+        _UPDATER + "update_weights_from_disk",
+        "self, model_path, load_format, weight_name_filter=, recapture_cuda_graph=",
+    ),
+    Contract("weights_from_distributed", _UPDATER + "load_weights_from_distributed", "self, named_tensors"),
+    Contract("weights_from_tensor", _UPDATER + "update_weights_from_tensor", "self, named_tensors, load_format="),
+    Contract("weights_from_ipc", _UPDATER + "update_weights_from_ipc", "self, recv_req"),
+    Contract("weight_update_begin", _UPDATER + "begin_weight_update", "self"),
+    Contract("weight_update_end", _UPDATER + "end_weight_update", "self, *, run_post_load"),
+    # Where the ways above end, and others come in: a backup of experts, a remote instance, a trainer in the process.
+    Contract("weights_loaded", _CAUSAL_LM + "load_weights", "self, weights, is_nextn="),
+    Contract("weights_derived", _CAUSAL_LM + "post_load_weights", "self, is_nextn=, weight_names="),
+    Contract(
+        "experts_relocated",
+        _SRT + "eplb.expert_location_updater.ExpertLocationUpdater.update",
+        "self, routed_experts_weights_of_layer, new_expert_location_metadata, update_layer_ids, nnodes, rank, "
+        "use_flat_topology=",
+    ),
+)
 
 HOOKS = (
     Contract("model_built", _MODEL + "DeepseekV4Model.__init__", "self, config, quant_config=, prefix="),
@@ -99,6 +129,9 @@ HOOKS = (
     ),
     # The same function; 0.5.22's operator wrapper hides its parameters.
     Contract("attention", _MODEL + "bcg_deepseek_v4_attention_with_output", "*args, **kwargs", _V22),
+    # The break of the Engram hash: 0.5.23 fills a buffer, 0.5.22 returns the ids.
+    Contract("engram_hash", _MODEL + "bcg_deepseek_v4_engram_hash_ids", "hasher, input_ids, out", _V23),
+    Contract("engram_hash", _MODEL + "bcg_deepseek_v4_engram_hash_ids", "hasher, input_ids", _V22),
     Contract("tail_kv_store", _MODEL + "bcg_tail_kv_store", "attention, x, positions, qkv_a", _V23),
     # 0.5.22 stores the SWA K inside the segment and has no stub for the sources' capture pass.
     Contract(
@@ -121,6 +154,7 @@ HOOKS = (
     Contract(
         "index_requests", _INDEXER + "scoring.prefill_requests", "*, inputs, token_to_kv_pool, req_to_token", _V22
     ),
+    *WEIGHT_UPDATES,
 )
 
 CALLS = (
@@ -147,6 +181,8 @@ CALLS = (
     Contract("get_break_context", _PIECEWISE + "get_tc_piecewise_forward_context", ""),
     Contract("enable_breakable", _BREAKABLE + "context.enable_breakable_cuda_graph", ""),
     Contract("in_breakable", _BREAKABLE + "context.is_in_breakable_cuda_graph", ""),
+    # The mark itself, which the engine's scope clears when it is left, whoever set it: we put it back.
+    Contract("breakable_mark", _BREAKABLE + "context._in_breakable_cuda_graph"),
     Contract("BreakableCUDAGraph", _BREAKABLE + "breakable_cuda_graph.BreakableCUDAGraph"),
     Contract(
         "BreakableCUDAGraphCapture",
@@ -156,6 +192,7 @@ CALLS = (
     Contract("eager_on_graph", _BREAKABLE + "breakable_cuda_graph.eager_on_graph", "fn=, capture_stub=, *, enable="),
     Contract("current_capture_var", _BREAKABLE + "breakable_cuda_graph._current_capture_var"),
     Contract("graph_capture", _SRT + "distributed.parallel_state.graph_capture", "stream="),
+    Contract("parallel_groups", _SRT + "distributed.parallel_state._groups"),
     Contract("set_graph_pool_id", _SRT + "distributed.device_communicators.pynccl_allocator.set_graph_pool_id"),
     Contract(
         "global_graph_pool",
@@ -184,6 +221,7 @@ CALLS = (
         _RUNNER + "forward_batch_info.compute_local_num_token_non_padded_cpu",
         "global_num_token_non_padded, num_tokens_per_dp, *, sharded",
     ),
+    Contract("moe_a2a_backend", _SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
     Contract("expert_recorder", _SRT + "eplb.expert_distribution.get_global_expert_distribution_recorder", ""),
     Contract("get_parallel", _SRT + "runtime_context.get_parallel", ""),
     Contract("get_schedule", _SRT + "runtime_context.get_schedule", ""),
@@ -215,6 +253,11 @@ CALLS = (
         "self, *, state, positions, input_ids, input_ids_global, forward_batch, capture_dspark, dp_rows=",
         _V23,
     ),
+    # 0.5.22's late layers in a prefill graph: our break switches onto the exact tail, as 0.5.23's own does.
+    Contract("tail_metadata", _BACKEND + "_build_late_layer_tail_metadata", _TAIL_METADATA, _V22),
+    Contract("enter_tail", _BACKEND + "enter_late_layer_tail", "self, forward_batch", _V22),
+    Contract("exit_tail", _BACKEND + "exit_late_layer_tail", "self, saved, forward_batch", _V22),
+    Contract("graph_enter_tail", _BACKEND + "prefill_graph_enter_late_layer_tail", "self, forward_batch", _V22),
     Contract("tail_scope", _SRT + "models.deepseek_v4_replay_tail._replay_tail_scope", "", _V23),
 )
 

@@ -16,19 +16,22 @@ import pluggy
 
 from sglang_dsv4_graphs.bank.decoder_replay import NAME as DECODER_REPLAY
 from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank
+from sglang_dsv4_graphs.bank.engram import around_hash_break
 from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.full_layer import FullLayerBank
 from sglang_dsv4_graphs.bank.probes import KnownBuffers
-from sglang_dsv4_graphs.engine.api import Engine
-from sglang_dsv4_graphs.engine.facts import hooks_for, installed_version
+from sglang_dsv4_graphs.engine.api import Engine, speaks_for_server
+from sglang_dsv4_graphs.engine.facts import WEIGHT_UPDATES, hooks_for, installed_version
 from sglang_dsv4_graphs.extend import ExtensionError, make_manager
 from sglang_dsv4_graphs.hooks.breaks import RangeBreaks
 from sglang_dsv4_graphs.hooks.contracts import install_reason
 from sglang_dsv4_graphs.hooks.indexer import IndexerBreaks
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
+from sglang_dsv4_graphs.hooks.prefill_block import PrefillGraphBlock
 from sglang_dsv4_graphs.hooks.prefill_graph import PrefillGraphTail
 from sglang_dsv4_graphs.hooks.runtime import Runtime
-from sglang_dsv4_graphs.log import RankLog
+from sglang_dsv4_graphs.hooks.weight_updates import WeightUpdates
+from sglang_dsv4_graphs.log import RankLog, line, logger
 from sglang_dsv4_graphs.settings import Settings
 
 
@@ -52,7 +55,16 @@ class Installation:
         """Give the engine back as it was."""
         if self.ledger.patches:
             self.ledger.undo()
-            self.manager.hook.dsv4_graphs_shutdown()
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Tell every plugin of the manager; one that raises must not keep the banks from giving up their memory."""
+        plugins = self.manager.get_plugins()
+        for plugin in plugins:
+            try:
+                self.manager.subset_hook_caller("dsv4_graphs_shutdown", plugins - {plugin})()
+            except Exception:
+                logger.warning(line("shutdown-failed", extension=self.manager.get_name(plugin)), exc_info=True)
 
 
 def install(settings: Settings, *, third_parties: bool = True) -> Installation | None:
@@ -74,10 +86,11 @@ def install(settings: Settings, *, third_parties: bool = True) -> Installation |
 
 
 def stand_down(reason: str, strict: bool, log: RankLog | None = None) -> None:
-    """Say why prefill stays eager; a strict server stops here."""
+    """Say why prefill stays eager, once per server; a strict server stops here."""
     if strict:
         raise StrictError(reason)
-    (log or RankLog()).info("eager", reason=reason)
+    if speaks_for_server():
+        (log or RankLog()).info("eager", reason=reason)
 
 
 def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bool) -> Installation:
@@ -86,10 +99,14 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
     manager.register(KnownBuffers(), name="known-buffers")
     # pluggy calls the last registered first: the full-layer bank captures before the decoder-replay bank.
     manager.register(decoder_replay, name=DECODER_REPLAY)
-    manager.register(FullLayerBank(), name=FULL_LAYER)
-    runtime = Runtime(engine, settings, manager, log)
+    full_layer = FullLayerBank()
+    manager.register(full_layer, name=FULL_LAYER)
+    # 0.5.23 has a break for late layers in its prefill graph; 0.5.22 gets one.
+    block = None if engine.has("tail_run") else PrefillGraphBlock(engine, decoder_replay).takeovers
+    runtime = Runtime(engine, settings, manager, log, block)
     breaks = RangeBreaks(engine, settings)
     indexer = IndexerBreaks(engine)
+    updates = WeightUpdates([full_layer, decoder_replay])
     prefill_graph = PrefillGraphTail(runtime.served, decoder_replay)
     hooks: dict[str, tuple[str, Callable[..., Any]]] = {
         "model_built": ("after", runtime.after_model_built),
@@ -104,8 +121,10 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
         "index_publish": ("around", indexer.around_publish),
         "index_consume": ("around", indexer.around_consume),
         "index_requests": ("around", indexer.around_requests),
+        "engram_hash": ("around", around_hash_break),
         "tail_breaks_out": ("around", prefill_graph.around_breaks_out),
         "tail_run": ("around", prefill_graph.around_run),
+        **{c.name: ("around", updates.around) for c in WEIGHT_UPDATES},
     }
     ledger = Ledger(engine)
     ledger.apply([(c, *hooks[c.name]) for c in hooks_for(engine.version)])

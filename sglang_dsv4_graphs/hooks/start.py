@@ -19,7 +19,7 @@ from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
 from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.guard import AddressGuard
-from sglang_dsv4_graphs.bank.probes import model_weights
+from sglang_dsv4_graphs.bank.probes import derived_tensors, model_weights
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.bank.sweep import Startup
@@ -41,48 +41,53 @@ def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
         unified_kv=bool(engine.unified_kv()),
         hisparse=getattr(runner, "hisparse_coordinator", None) is not None,
         lora=runner.lora_manager is not None,
+        weight_offload=engine.offloads_weights(),
+        expert_all_to_all=not engine.moe_a2a_backend().is_none(),
         memory_saver=bool(getattr(runner.server_args, "enable_memory_saver", False)),
         pool_borrowing=bool(engine.envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.get()),
         forward_hooks=bool(engine.get_observability().forward_hooks),
         prefill_graph=engine.captures_prefill(),
-        engram=getattr(model, "engram_hasher", None) is not None,
         decode_only=engine.get_disagg().disaggregation_mode == "decode",
         lagged_hyper_connections=bool(model.hc_pre_from_prev_sublayer),
     )
 
 
+def make_ranks(engine: Engine) -> Ranks:
+    """The ranks of this server's tensor-parallel group, on a CPU group of their own.
+
+    Called once per served model, by all ranks alike: after the stand-downs that follow from what every rank knows.
+    A draft's model runner shares the engine's group and has no part in this one.
+    """
+    parallel = engine.get_parallel()
+    if parallel.tp_size == 1:
+        return Ranks(0, 1)
+    return Ranks.of(parallel.tp_rank, parallel.tp_group.ranks)
+
+
 def begin(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> Startup:
-    """Say that we are in, and grow every workspace: before the engine's captures as before ours."""
+    """Say that we are in, and make the sweep; it grows next, before the engine's captures as before ours."""
     banks = [name for name in BANKS if manager.has_plugin(name)]
     served.log.info("installed", engine=engine.version, banks=",".join(banks))
-    startup = make_startup(engine, served, runner, manager)
-    startup.grow()
-    startup.release()  # the engine measures free memory before it captures
-    return startup
+    return make_startup(engine, served, runner, manager)
 
 
 def finish(startup: Startup, runner: Any, manager: pluggy.PluginManager) -> None:
-    """Capture every bank, give memory back, open the step path, and say what it came to."""
+    """Capture every bank, give memory back, and rehearse; the step path is closed again afterwards."""
     startup.open()
     manager.hook.dsv4_graphs_startup(startup=startup)
     startup.drive_engine_tail()
     startup.release()
-    startup.served.ready = True
     startup.rehearse(getattr(runner, "forward_stream", None))
-    startup.summary()
 
 
 def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> Startup:
     model = served.model
-    parallel = engine.get_parallel()
     probe = Probe(runner, runner.attn_backend, model)
 
-    def guard() -> AddressGuard:
+    def guard(first: int, last: int) -> AddressGuard:
         buffers = [b for found in manager.hook.dsv4_graphs_guard(probe=probe) for b in found]
-        return AddressGuard(buffers, model_weights(model, model.start_layer, model.end_layer))
+        return AddressGuard([*buffers, *derived_tensors(model, first, last)], model_weights(model, first, last))
 
-    group = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
-    served.ranks = Ranks(parallel.tp_rank, parallel.tp_size, group)
     return Startup(
         served=served,
         dummies=Dummies(engine, runner, model),
@@ -107,4 +112,4 @@ def make_backend(engine: Engine, served: ServedModel, runner: Any, manager: plug
         pool, stream = engine.global_graph_pool(torch.cuda), engine.global_capture_stream()
     else:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    return CudaGraphBackend(engine, pool=pool, stream=stream, barrier=engine.get_parallel().tp_group.barrier)
+    return CudaGraphBackend(engine, pool=pool, stream=stream, ranks=served.ranks)

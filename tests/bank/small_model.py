@@ -44,6 +44,7 @@ class SmallEngine:
         self.capture_var: ContextVar[Any] = ContextVar("capture", default=None)
         self.break_context: Any = None
         self.breakable = self.capturing_range = self.capturing_engine = self.recording_experts = False
+        self.prefill_graph = False
         self.backend = SimpleNamespace(forward_metadata=SimpleNamespace(), tail_forward_metadata=None)
 
     def get_break_context(self) -> Any:
@@ -80,6 +81,17 @@ class SmallEngine:
             yield
         finally:
             self.breakable = False
+
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
+        saved, self.breakable = self.breakable, False
+        try:
+            yield
+        finally:
+            self.breakable = saved
+
+    def captures_prefill(self) -> bool:
+        return self.prefill_graph
 
     @contextmanager
     def range_capture_scope(self) -> Iterator[None]:

@@ -219,6 +219,29 @@ def test_drop_and_retire(make_bank: MakeBank) -> None:
     assert (bank.retired, bank.buckets, bank.stats, bank.bucket_for(1)) == ("shut down", (), [], None)
 
 
+def test_retiring_waits_and_frees_everything_the_bank_owns(make_bank: MakeBank) -> None:
+    graphs_at_wait: list[int] = []
+    bank = make_bank(synchronize=lambda: graphs_at_wait.append(len(bank._captured)))
+    metadata = SimpleNamespace(q_pad_buffer=torch.zeros(8))
+    bank.capture(8, live_rows(8), live_batch(8), metadata)
+    held = bank.replay(8, live_rows(5), live_batch(5))
+    residual = held.residual.clone()
+    owned = [weakref.ref(t) for t in bank.owned_tensors()]
+    recording = weakref.ref(bank.recording(8))
+    assert len(owned) > 2
+    assert graphs_at_wait == []
+    del metadata
+    bank.retire("moved")
+    bank.retire("shut down")
+    gc.collect()
+    assert torch.equal(held.residual, residual)  # a step under way keeps what it was given
+    del held
+    assert graphs_at_wait == [1]  # once, while the graph in flight still lives
+    assert recording() is None
+    assert [t() for t in owned] == [None] * len(owned)
+    assert (bank.owned_tensors(), bank.static_bytes) == ([], 0)
+
+
 def test_check_names_bank_and_bucket(make_bank: MakeBank) -> None:
     held = [torch.zeros(3), torch.zeros(3), torch.zeros(3)]
     current = {"workspace": held[0], "rare": held[0]}

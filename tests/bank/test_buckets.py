@@ -83,3 +83,18 @@ def test_the_bucket_of_a_step(rows: int, bucket: int | None) -> None:
 )
 def test_dummy_requests(rows: int, longest: int, lengths: list[int]) -> None:
     assert dummy_lengths(rows, longest) == lengths
+
+
+@pytest.mark.parametrize(
+    ("buckets", "most", "rows"),
+    [
+        ((64, 128, 2560), 9999, (128, 1024, 2560)),
+        ((64, 512), 9999, (128, 512)),
+        ((64,), 9999, (64, 128)),
+        ((), 9999, (128,)),
+        ((64, 2560), 600, (128, 600)),
+        ((64, 128), 100, (100,)),
+    ],
+)
+def test_rehearsal_has_every_kind_of_step(buckets, most, rows):
+    assert rehearsal_rows(buckets, most) == rows

@@ -18,12 +18,13 @@ SERVER = {
     "unified_kv": "unified KV",
     "hisparse": "HiSparse",
     "lora": "LoRA",
+    "weight_offload": "weight offload",
+    "expert_all_to_all": "expert all-to-all",
     "memory_saver": "memory saver",
     "pool_borrowing": "graph-pool borrowing",
     "forward_hooks": "forward hooks",
     "decode_only": "disaggregated decode",
     "prefill_graph": "prefill graph",
-    "engram": "Engram",
 }
 STEP = {
     "speculative": "speculative verify or draft",
@@ -67,6 +68,14 @@ def test_other_devices(device: str) -> None:
     assert server_reason(ORDINARY, capturable_devices=()) is not None
 
 
+def test_a_prefill_graph_is_lifted_by_its_constant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = dataclasses.replace(ORDINARY, prefill_graph=True)
+    assert str(server_reason(facts)).startswith("prefill graph")
+    monkeypatch.setattr(decide, "PREFILL_GRAPH_SHOWN", True)
+    assert server_reason(facts) is None
+    assert str(server_reason(dataclasses.replace(facts, lora=True))).startswith("LoRA")
+
+
 def test_the_first_reason_is_given() -> None:
     facts = dataclasses.replace(ORDINARY, lora=True, dp_attention=True, lagged_hyper_connections=False)
     assert str(server_reason(facts)).startswith("DP attention")
@@ -96,7 +105,7 @@ def test_reasons_of_rows(rows: int, reason: str) -> None:
 
 def test_reasons_are_distinct() -> None:
     """They are counter labels: two with one text could not be told apart."""
-    steps = [*STEP.values(), decide.NO_ROWS, decide.TOO_MANY_ROWS, decide.RETIRED]
+    steps = [*STEP.values(), decide.NO_ROWS, decide.TOO_MANY_ROWS, decide.NOTHING_CAPTURED, decide.RETIRED]
     servers = [server_reason(dataclasses.replace(ORDINARY, **{fact: True})) for fact in SERVER]
     assert len({*steps, *servers}) == len(steps) + len(servers)
 

@@ -27,6 +27,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 10)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     return calls
 
@@ -34,7 +36,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_cpu_has_nothing_to_tell(cuda: list[Any]) -> None:
     device = Device("cpu")
     assert not device.is_cuda
-    assert device.free_bytes() == 0
+    assert device.free_bytes() == device.room_bytes() == 0
     device.release()
     with device.on("stream"):
         pass
@@ -46,6 +48,7 @@ def test_free_memory_and_giving_it_back(cuda: list[Any]) -> None:
     device = Device("cuda:3")
     assert device.is_cuda
     assert device.free_bytes() == 5
+    assert device.room_bytes() == 5 + 7  # the allocator's cache is as good as free
     device.release()
     assert cuda == ["synchronize", "empty_cache"]
 

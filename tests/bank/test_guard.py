@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_dsv4_graphs.bank import guard as guard_module  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError, Weight  # noqa: E402
 
 
@@ -93,26 +92,57 @@ def test_what_is_not_cheap_is_only_checked_with_everything() -> None:
     assert kept is not None
 
 
-@pytest.fixture
-def weights(monkeypatch: pytest.MonkeyPatch) -> list[Weight]:
-    monkeypatch.setattr(guard_module, "WEIGHTS_PER_CHECK", 3)
-    return [weight(f"layers.{i}.w", torch.zeros(2)) for i in range(8)]
+def test_after_a_weight_update_each_bucket_compares_everything_once() -> None:
+    dear = Holder()
+    guard = AddressGuard([GuardedBuffer("dear", dear, cheap=False)])
+    captured = guard.addresses()
+    asked = dear.asked
+
+    def check_bucket(bucket: int) -> None:
+        guard.check(captured, bank="full-layer", bucket=bucket)
+
+    for bucket in (64, 128):
+        check_bucket(bucket)
+    assert dear.asked == asked
+    guard.weights_changed()
+    for bucket in (64, 64, 128, 128):
+        check_bucket(bucket)
+    assert dear.asked == asked + 2
+    kept, dear.tensor = dear.tensor, torch.zeros(8)
+    check_bucket(64)  # not due
+    guard.weights_changed()
+    for bucket in (64, 64, 128):  # and due until it has passed
+        with pytest.raises(MovedBufferError, match=rf"bucket={bucket} buffer=dear moved"):
+            check_bucket(bucket)
+    assert kept is not None
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+def test_a_probe_that_raises_counts_as_moved(cheap: bool) -> None:
+    held, broken = Holder(), False
+
+    def probe() -> torch.Tensor | None:
+        if broken:
+            raise KeyError("no such workspace")
+        return held()
+
+    guard = AddressGuard([GuardedBuffer("workspace", probe, cheap=cheap)])
+    captured = guard.addresses()
+    broken = True
+    guard.weights_changed()
+    with pytest.raises(MovedBufferError) as caught:
+        check(guard, captured)
+    assert held.tensor is not None
+    assert str(caught.value) == (
+        f"bank=full-layer bucket=256 buffer=workspace moved: captured at {held.tensor.data_ptr():#x}, "
+        "now at nobody knows where (KeyError: 'no such workspace'); a replay would read freed memory"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def weight(name: str, tensor: torch.Tensor) -> Weight:
     """A weight in a slot of its own, as a module's parameters have one each."""
     return Weight(name, {"w": tensor}, "w")
-
-
-def tensor_of(held: Weight) -> torch.Tensor:
-    tensor = held.slots["w"]
-    assert tensor is not None
-    return tensor
-
-
-def check_often(guard: AddressGuard, captured: object, times: int) -> None:
-    for _ in range(times):
-        check(guard, captured)
 
 
 def move(weight: torch.Tensor) -> torch.Tensor:
@@ -123,42 +153,30 @@ def move(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("moved", range(8))
-def test_weights_are_covered_in_rotation(weights: list[Weight], moved: int) -> None:
+def test_no_check_passes_a_moved_weight(moved: int) -> None:
+    weights = [weight(f"layers.{i}.w", torch.nn.Parameter(torch.zeros(2), requires_grad=False)) for i in range(8)]
     guard = AddressGuard([], weights)
     captured = guard.addresses()
-    check_often(guard, captured, 3)  # once around, and the turn is back at one that has been checked
-    kept = move(tensor_of(weights[moved]))
-    with pytest.raises(MovedBufferError) as caught:
-        check_often(guard, captured, 3)  # 8 weights, 3 a check
-    assert caught.value.buffer == f"layers.{moved}.w"
-    assert f"captured at {kept.data_ptr():#x}, now at {tensor_of(weights[moved]).data_ptr():#x}" in str(caught.value)
+    check(guard, captured)
+    parameter = weights[moved].tensor()
+    assert parameter is not None
+    parameter.fill_(2)  # rewritten in place, as most updates do
+    check(guard, captured)
+    kept = move(parameter)
+    for _ in range(2):
+        with pytest.raises(MovedBufferError) as caught:
+            check(guard, captured)
+        assert caught.value.buffer == f"layers.{moved}.w"
+        assert f"captured at {kept.data_ptr():#x}, now at {parameter.data_ptr():#x}" in str(caught.value)
 
 
-def test_a_check_looks_at_no_more_than_its_share(weights: list[Weight]) -> None:
-    guard = AddressGuard([], weights)
-    captured = guard.addresses()
-    kept = move(tensor_of(weights[5]))
-    check(guard, captured)  # 0 1 2
-    with pytest.raises(MovedBufferError):
-        check(guard, captured)  # 3 4 5
-    assert kept is not None
-
-
-def test_everything_looks_at_every_weight(weights: list[Weight]) -> None:
-    for moved in range(8):
-        guard = AddressGuard([], weights)
-        captured = guard.addresses()
-        check(guard, captured, everything=True)
-        kept = move(tensor_of(weights[moved]))
-        with pytest.raises(MovedBufferError, match=rf"buffer=layers\.{moved}\.w "):
-            check(guard, captured, everything=True)
-        assert kept is not None
-
-
-def test_few_weights_are_checked_once_each(weights: list[Weight]) -> None:
-    guard = AddressGuard([], weights[:2])
-    check(guard, guard.addresses())
-    kept = move(tensor_of(weights[1]))
+def test_weights_lie_where_they_lay_when_the_guard_was_made() -> None:
+    """A weight that moved between the captures of two buckets is another one for the first."""
+    held = weight("layers.0.w", torch.zeros(2))
+    guard = AddressGuard([], [held])
+    tensor = held.tensor()
+    assert tensor is not None
+    kept = move(tensor)
     with pytest.raises(MovedBufferError):
         check(guard, guard.addresses())
     assert kept is not None
@@ -174,6 +192,14 @@ def test_another_tensor_in_a_weights_slot_is_found() -> None:
     slots["w"] = None
     with pytest.raises(MovedBufferError, match="now at nowhere"):
         check(guard, guard.addresses())
+    del slots["w"]
+    with pytest.raises(MovedBufferError, match="now at nowhere"):
+        check(guard, guard.addresses())
+    slots["w"] = "no tensor"  # type: ignore[assignment]
+    with pytest.raises(MovedBufferError, match=r"buffer=layers\.0\.w moved: .*AttributeError"):
+        check(guard, guard.addresses())
+    slots["w"] = kept
+    check(guard, guard.addresses())
 
 
 def test_names() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -96,7 +98,8 @@ def test_inside_somebody_elses_break_its_context_stays(world: World, scope: str)
         with getattr(layers, scope)(ours):
             assert engine.break_context is outer
             assert outer.forward_batch is ours
-            assert engine.breakable
+            # A replay's breaks are an eager step's calls, in there too.
+            assert engine.breakable is (scope == "capture_scope")
         assert engine.break_context is outer
         assert outer.forward_batch is theirs
         assert engine.breakable
@@ -147,3 +150,24 @@ def test_inputs_keep_their_structure() -> None:
         assert torch.equal(other.residual, inputs.residual + 1)
     with pytest.raises(ValueError, match="unpack"):
         with_pre.like(tensors[:3])
+
+
+def test_what_fails_in_a_capture_does_not_pass_the_engines_mark(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark logs advice for the engine's own prefill graph about every error that passes it."""
+    passed: list[BaseException] = []
+    left: list[str] = []
+
+    @contextmanager
+    def enable_breakable() -> Iterator[None]:
+        try:
+            yield
+        except BaseException as e:
+            passed.append(e)
+            raise
+        finally:
+            left.append("mark")
+
+    monkeypatch.setattr(world.engine, "enable_breakable", enable_breakable)
+    with pytest.raises(ValueError, match="no room"), make_range(world, 0, LATE).capture_scope(world.batch([2])):
+        raise ValueError("no room")
+    assert (passed, left) == ([], ["mark"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.bank.guard import AddressGuard, MovedBufferError  # noqa: E402
-from sglang_dsv4_graphs.bank.probes import KnownBuffers, model_weights  # noqa: E402
+from sglang_dsv4_graphs.bank.probes import KnownBuffers, derived_tensors, model_weights  # noqa: E402
 from sglang_dsv4_graphs.extend import Probe  # noqa: E402
 
 
@@ -95,5 +97,34 @@ def test_weights_of_a_range() -> None:
     names = [f"layers.{i}.{name}" for i in (1, 3) for name in ("scale", "inner.weight")]
     assert sorted(w.name for w in found) == sorted(names)
     by_name = {w.name: w for w in found}
-    assert by_name["layers.1.inner.weight"].address() == model.layers[1].inner.weight.data_ptr()
-    assert by_name["layers.1.scale"].address() == model.layers[1].scale.data_ptr()
+    assert by_name["layers.1.inner.weight"].tensor() is model.layers[1].inner.weight
+    assert by_name["layers.1.scale"].tensor() is model.layers[1].scale
+
+
+def test_tensors_derived_from_weights() -> None:
+    layers = [Layer(), Layer(), Layer()]
+    for layer in layers:
+        layer.inner.transposed = layer.inner.weight.t().contiguous()
+        layer.parts = (torch.ones(2), None, torch.ones(3))  # type: ignore[assignment]
+        layer.names = ["no", "tensors"]  # type: ignore[assignment]
+    model: Any = SimpleNamespace(layers=layers)
+    found = list(derived_tensors(model, 1, 2))
+    assert [b.name for b in found] == ["layers.1.parts[0]", "layers.1.parts[2]", "layers.1.inner.transposed"]
+    assert not any(b.cheap for b in found)
+    derived = AddressGuard(found)
+
+    def moved(buffer: str, change: Callable[[], None]) -> None:
+        captured = derived.addresses()
+        check(derived, captured)
+        kept = [b.tensor() for b in found]
+        change()
+        check(derived, captured)  # what changes from step to step is no reason
+        derived.weights_changed()
+        with pytest.raises(MovedBufferError, match=re.escape(f"buffer={buffer} moved")):
+            check(derived, captured)
+        check(derived, derived.addresses())
+        assert kept is not None
+
+    moved("layers.1.inner.transposed", lambda: setattr(layers[1].inner, "transposed", torch.zeros(2, 2)))
+    moved("layers.1.parts[2]", lambda: setattr(layers[1], "parts", (*layers[1].parts[:2], torch.zeros(3))))
+    moved("layers.1.parts[0]", lambda: setattr(layers[1], "parts", None))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ torch = pytest.importorskip("torch")
 from sglang_dsv4_graphs.bank import decoder_replay, full_layer  # noqa: E402
 from sglang_dsv4_graphs.bank.bank import Bank  # noqa: E402
 from sglang_dsv4_graphs.bank.decoder_replay import DecoderReplayBank  # noqa: E402
-from sglang_dsv4_graphs.bank.full_layer import FullLayerBank, full_layer_overrides  # noqa: E402
+from sglang_dsv4_graphs.bank.full_layer import FullLayerBank  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError  # noqa: E402
 from sglang_dsv4_graphs.bank.ranks import Ranks  # noqa: E402
 from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
@@ -26,23 +28,48 @@ FULL = (8, 16, 24)
 TAILS = (4, 8, 12)
 
 
+class Pools(TapeBackend):
+    """Notes whether a recording has memory of its own."""
+
+    def __init__(self, *args: Any, own: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.own, self.again = own, (args, kwargs)
+
+    def apart(self) -> Pools:
+        args, kwargs = self.again
+        return Pools(*args, own=True, **kwargs)
+
+
 class Served:
     """A world with both banks registered, captured and open."""
 
-    def __init__(self, *, late: bool = True, dspark: list[int] | None = None, chunk: int = 24, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        late: bool = True,
+        dspark: list[int] | None = None,
+        chunk: int = 24,
+        prefill_graph: bool = False,
+        **settings: Any,
+    ) -> None:
         self.world = World(late=late, **settings)
+        self.world.engine.prefill_graph = prefill_graph
         self.world.model.dspark_layers_to_capture = dspark
         self.decoder, self.full = DecoderReplayBank(), FullLayerBank()
         for bank in (self.decoder, self.full):
             self.world.manager.register(bank, name=bank.name)
-        self.moving = torch.zeros(1)
+        self.others = others = {"workspace": torch.zeros(1)}
+
+        def workspace() -> torch.Tensor:
+            return others["workspace"]
+
         self.dummies = SmallDummies(self.world, most_rows=200)
         self.dummies.most_requests = 6
         self.startup = Startup(
             served=self.world.served,
             dummies=self.dummies,  # type: ignore[arg-type]
-            backend=TapeBackend(self.world.engine.capture_var, poison=True),
-            make_guard=lambda: AddressGuard([GuardedBuffer("workspace", lambda: self.moving)]),
+            backend=Pools(self.world.engine.capture_var, poison=True),
+            make_guard=lambda first, last: AddressGuard([GuardedBuffer("workspace", workspace)]),
             ranks=Ranks(0, 1),
             device=FakeDevice(),  # type: ignore[arg-type]
             chunk_size=chunk,
@@ -192,15 +219,14 @@ def test_a_moved_buffer_retires_its_bank_before_the_replay(which: str, caplog: p
     bank = served.bank(getattr(served, which))
     other = served.bank(served.decoder if which == "full" else served.full)
     # Only this bank's graphs were captured where the buffer was before.
-    old, served.moving = served.moving, torch.zeros(2)
+    old, now = served.others["workspace"], torch.zeros(2)
+    served.others["workspace"] = now
     for rows in other.buckets:
         other._captured[rows].addresses = other.guard.addresses()
     replayed = served.step([5])
     assert replayed == [{"full": "decoder-replay 4", "decoder": "full-layer 8"}[which]]
     assert bank.buckets == ()
-    assert f"buffer=workspace moved: captured at {old.data_ptr():#x}, now at {served.moving.data_ptr():#x}" in str(
-        bank.retired
-    )
+    assert f"buffer=workspace moved: captured at {old.data_ptr():#x}, now at {now.data_ptr():#x}" in str(bank.retired)
     assert served.step([5]) == replayed
     assert dict(served.served.fallbacks) == {(bank.name, "bank retired"): 2}
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
@@ -208,23 +234,91 @@ def test_a_moved_buffer_retires_its_bank_before_the_replay(which: str, caplog: p
     assert errors[0].startswith(f"dsv4-graphs: moved-buffer rank=0 bank={bank.name} reason=")
 
 
+def test_a_probe_that_raises_retires_the_bank_and_the_step_is_eager() -> None:
+    served = Served()
+    assert served.step([5]) == ["decoder-replay 4", "full-layer 8"]
+    del served.others["workspace"]
+    assert served.step([5]) == []
+    assert "workspace moved: captured at 0x" in str(served.bank(served.full).retired)
+    assert "KeyError: 'workspace'" in str(served.bank(served.decoder).retired)
+
+
+def test_every_bank_is_told_of_weight_updates() -> None:
+    served = Served()
+    compared: list[bool] = []
+    for which in (served.full, served.decoder):
+        guard = served.bank(which).guard
+        guard._buffers = (GuardedBuffer("dear", lambda: compared.append(True), cheap=False),)  # type: ignore[func-returns-value]
+        guard._cheap = ()
+        for held in served.bank(which)._captured.values():
+            held.addresses = guard.addresses()
+    compared.clear()
+    served.step([5])
+    assert compared == []
+    for which in (served.full, served.decoder):
+        which.weights_changed()
+        served.step([5])
+        served.step([5])
+        assert compared == [True]
+        compared.clear()
+
+
+def test_nothing_captured_is_a_reason_of_its_own() -> None:
+    served = Served()
+    for rows in FULL:
+        served.bank(served.full).drop(rows)
+    assert served.step([25]) == served.step([5]) == ["decoder-replay 4"]
+    assert dict(served.served.fallbacks) == {("full-layer", "nothing captured"): 2}
+    served.bank(served.full).retire("because")
+    served.step([5])
+    assert served.served.fallbacks["full-layer", "bank retired"] == 1
+
+
+@pytest.mark.parametrize("shadow", [0, 1])
+def test_a_model_that_the_engine_drops_is_freed_with_its_banks(shadow: int) -> None:
+    served = Served(shadow=shadow)
+    served.step([5])
+    held: Any = served.bank(served.full)
+    gone = {
+        "model": weakref.ref(served.world.model),
+        "served": weakref.ref(served.served),
+        "rows": weakref.ref(held.owned_tensors()[0]),
+        "recording": weakref.ref(held.recording(8)),
+    }
+    plugin = (served.full, served.decoder, served.world.manager)  # what lives as long as the installation
+    del served, held
+    gc.collect()
+    assert {name: r() for name, r in gone.items()} == dict.fromkeys(gone)
+    assert plugin[0].bank is not None
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_buffer_that_moved_on_another_rank_retires_the_bank_here(strict: bool) -> None:
     served = Served(strict=strict)
     asked: list[bool] = []
-    served.served.ranks = SimpleNamespace(any=lambda problem: asked.append(problem) or True)  # type: ignore[assignment]
+    served.served.ranks = SimpleNamespace(who=lambda problem: asked.append(problem) or 0)  # type: ignore[assignment]
     assert served.step([5]) == []
     assert asked == [False, False]
-    assert served.bank(served.full).retired == "a guarded buffer moved on another rank"
+    assert served.bank(served.full).retired == "a guarded buffer moved on rank 0"
     assert {reason for _, reason in served.served.fallbacks} == {"bank retired"}
     assert served.step([5]) == []
     assert asked == [False, False]  # a retired bank asks nobody, on every rank
 
 
+def test_no_bucket_is_larger_than_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step would replay it, and no workspace has grown to it."""
+    limits: list[int] = []
+    monkeypatch.setattr(full_layer, "full_layer_buckets", lambda cap, chunk, limit: limits.append(limit) or ())
+    monkeypatch.setattr(decoder_replay, "decoder_replay_buckets", lambda rows, limit: limits.append(limit) or ())
+    served = Served(chunk=24, full_layer_max_tokens=1000)
+    assert limits == [24, 128]  # a tail's dummy step is a whole number of 128 rows
+    assert served.dummies.runs[0] == ("layers", 128)
+
+
 def test_every_rank_is_asked_before_each_replay() -> None:
     served = Served()
     asked: list[bool] = []
-    served.served.ranks = SimpleNamespace(any=lambda problem: asked.append(problem) or False)  # type: ignore[assignment]
+    served.served.ranks = SimpleNamespace(who=lambda problem: asked.append(problem))  # type: ignore[assignment]
     served.step([5])
     assert asked == [False, False]
     served.step([25])  # nothing of the full-layer bank to ask about: all ranks know the rows
@@ -233,7 +327,7 @@ def test_every_rank_is_asked_before_each_replay() -> None:
 
 def test_a_moved_buffer_ends_a_strict_server() -> None:
     served = Served(strict=True)
-    served.moving = torch.zeros(2)
+    served.others["workspace"] = torch.zeros(2)
     with pytest.raises(MovedBufferError, match="buffer=workspace"):
         served.world.run(served.world.batch([5]))
 
@@ -316,11 +410,21 @@ def test_tails_inside_a_prefill_graph() -> None:
     assert not served.decoder.in_charge(served.served)
 
 
-@pytest.mark.parametrize(("hashed", "off"), [([], False), ([1, 2], True), ([0, LATE - 1], True), ([1, LATE], False)])
-def test_engram_is_hashed_once(hashed: list[int], off: bool) -> None:
-    served = Served()
-    for i in hashed:
-        served.world.model.layers[i].engram = "engram"
-    overrides = full_layer_overrides(served.world.model, served.bank(served.full))
-    assert ("engram_hasher" in overrides) is off
-    assert overrides.get("engram_hasher", None) is None
+@pytest.mark.parametrize(
+    ("prefill_graph", "dspark", "own"),
+    [
+        (False, None, False),
+        (False, [1, 5], False),
+        (True, None, False),
+        (True, [5], False),  # collected in the break itself
+        (True, [1], True),
+        (True, [1, 5], True),
+    ],
+)
+def test_memory_of_hidden_states_that_a_prefill_graph_holds_across_its_break(
+    prefill_graph: bool, dspark: list[int] | None, own: bool
+) -> None:
+    served = Served(prefill_graph=prefill_graph, dspark=dspark)
+    assert served.bank(served.decoder)._backend.own is own  # type: ignore[attr-defined]
+    assert served.bank(served.full)._backend.own is False  # type: ignore[attr-defined]
+    assert len(served.step([5], dspark=dspark is not None)) == 2

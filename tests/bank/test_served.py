@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import suppress
 from types import SimpleNamespace
@@ -210,13 +211,20 @@ def test_a_moved_buffer_retires_the_bank_or_ends_a_strict_server(
     error = MovedBufferError("full-layer", 256, "workspace", 16, None) if here else None
     if strict and here:
         with pytest.raises(MovedBufferError):
-            world.served.retire(bank, error)
+            world.served.retire(bank, error, 3)
     else:
-        world.served.retire(bank, error)
-    assert retired == [str(error) if here else "a guarded buffer moved on another rank"]
+        world.served.retire(bank, error, 3)
+    assert retired == [str(error) if here else "a guarded buffer moved on rank 3"]
     (message,) = caplog.messages
     assert message.startswith("dsv4-graphs: moved-buffer rank=0 bank=full-layer reason=")
     assert ("workspace moved: captured at 0x10, now at nowhere" in message) is here
+
+
+def test_a_model_that_the_engine_dropped_is_named() -> None:
+    served = World().served
+    gc.collect()
+    with pytest.raises(ReferenceError, match="the engine has dropped this model"):
+        served.model  # noqa: B018
 
 
 def test_forced_steps_nest_and_end(world: World, part: Part) -> None:
@@ -252,3 +260,47 @@ def test_the_loop_is_kept_as_the_engine_calls_it(world: World) -> None:
     assert world.served.plain_loop is None
     world.run(world.batch([1]))
     assert world.served.plain_loop is loop
+
+
+def test_a_loop_that_the_engine_captures_is_left_alone(world: World, part: Part) -> None:
+    """Its mark says so: a prefill graph is captured, also by a server that serves already."""
+    batch = world.batch([5, 3])
+    world.engine.breakable = True
+    world.run(batch)
+    assert (part.steps, calls(world)) == ([], [1] * LAYERS)
+    world.engine.breakable = False
+    world.run(batch)
+    assert len(part.steps) == 1
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_who_has_a_part_in_a_prefill_graph_is_asked_while_it_is_captured(world: World, part: Part, ready: bool) -> None:
+    asked: list[Step] = []
+
+    def block(step: Step) -> list[Takeover]:
+        asked.append(step)
+        return [Takeover(LATE, LAYERS, part.run)]
+
+    world.served.in_prefill_graph, world.served.ready = block, ready
+    world.engine.breakable = True
+    world.run(world.batch([4]))
+    assert (len(asked), part.steps) == (1, [])
+    assert calls(world) == [1] * LATE + [0] * (LAYERS - LATE)
+    world.engine.breakable = False
+    world.run(world.batch([4]))
+    assert len(asked) == 1  # an eager step is the banks'
+    assert len(part.steps) == ready
+    world.engine.breakable = True
+    with world.served.forced(lambda step: []):
+        world.run(world.batch([4]))
+    assert len(asked) == 1  # nor has it a part in our own captures
+
+
+@pytest.mark.parametrize(
+    ("multimodal", "recording", "reason"),
+    [(False, False, None), (True, False, "multimodal input"), (False, True, "expert recorder active")],
+)
+def test_late_layers_of_a_prefill_graph_step(world: World, multimodal: bool, recording: bool, reason: str) -> None:
+    batch = SimpleNamespace(contains_mm_inputs=lambda: multimodal)
+    world.engine.recording_experts = recording
+    assert world.served.reason_inside_prefill_graph(batch, 3) == reason

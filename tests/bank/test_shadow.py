@@ -48,8 +48,8 @@ def test_low_precision_is_compared_without_rounding() -> None:
     assert largest_difference(one, RangeOutputs(torch.tensor([258.0], dtype=torch.bfloat16), None)) == 2.0
 
 
-def served(hasher: object = None) -> Any:
-    return SimpleNamespace(model=SimpleNamespace(engram_hasher=hasher), log=RankLog())
+def served() -> Any:
+    return SimpleNamespace(log=RankLog())
 
 
 def batch(*prefixes: int) -> Any:
@@ -65,10 +65,6 @@ def test_an_odd_prefix_is_not_repeated(prefixes: tuple[int, ...], wanted: bool) 
 
 def test_a_batch_without_prefixes_is_compared() -> None:
     assert Shadow(1, served()).wanted(SimpleNamespace(extend_prefix_lens_cpu=None))
-
-
-def test_a_model_with_engram_is_not_repeated() -> None:
-    assert not Shadow(1, served(hasher=object())).wanted(batch(0))
 
 
 def test_off() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_dsv4_graphs.bank import sweep  # noqa: E402
+from sglang_dsv4_graphs.bank import sweep, trial_run  # noqa: E402
 from sglang_dsv4_graphs.bank.backend import CaptureError  # noqa: E402
 from sglang_dsv4_graphs.bank.bank import Bank  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import AddressGuard  # noqa: E402
@@ -19,26 +19,33 @@ from sglang_dsv4_graphs.bank.ranks import RankError, Ranks  # noqa: E402
 from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
 from sglang_dsv4_graphs.bank.tape import TapeBackend  # noqa: E402
 from sglang_dsv4_graphs.bank.trial import Trial  # noqa: E402
+from sglang_dsv4_graphs.bank.trial_run import TrialRun  # noqa: E402
 from tests.bank.small_model import LATE, LAYERS, TAIL_ROWS, SmallDummies, World  # noqa: E402
 
 BUCKETS = (4, 8, 16)
 
 
 class FakeDevice:
-    """A device whose free memory falls by 100 bytes a look."""
+    """A device whose free memory falls by 100 bytes a look; plenty of it."""
 
     def __init__(self, *, is_cuda: bool = False) -> None:
         self.is_cuda = is_cuda
-        self.free, self.releases, self.streams = 10_000, 0, []
+        self.free, self.releases, self.streams = 100 << 30, 0, []
         self.times: Callable[[int], float] = lambda call: 0.0
-        self.timed = 0
+        self.timed = self.waits = 0
 
     def free_bytes(self) -> int:
         self.free -= 100
         return self.free
 
+    def room_bytes(self) -> int:
+        return self.free
+
     def release(self) -> None:
         self.releases += 1
+
+    def synchronize(self) -> None:
+        self.waits += 1
 
     def seconds(self, call: Callable[[], object]) -> float:
         call()
@@ -51,16 +58,26 @@ class FakeDevice:
 
 
 class OtherRank(Ranks):
-    """Rank 0 of two; ``says`` is what the other one reports, from what this one did."""
+    """Rank 0 of two; ``says`` is what the other one answers to (kind, text) of this one's message."""
 
-    def __init__(self, says: Callable[[str], str]) -> None:
+    def __init__(self, says: Callable[[str, str], tuple[str, str] | None] = lambda kind, text: None) -> None:
         super().__init__(0, 2)
         self.says = says
-        self.reports: list[str] = []
+        self.messages: list[tuple[str, str]] = []
 
-    def gather(self, report: str) -> list[str]:
-        self.reports.append(report)
-        return [report, self.says(report)]
+    def swap(self, message: str) -> list[str]:
+        kind, depth, place, text = message.split("\x1f", 3)
+        self.messages.append((kind, text))
+        answer = self.says(kind, text) or (kind, text)
+        return [message, "\x1f".join((answer[0], depth, place, answer[1]))]
+
+    def inside(self, part: Callable[[], Any]) -> Any:
+        """What ``part`` returns inside a section, as everything of a sweep runs."""
+        found: list[Any] = []
+        failure = self.together("startup", lambda: found.append(part()))
+        if failure is not None:
+            raise failure.error or AssertionError(str(failure))
+        return found[0]
 
 
 class Sweep:
@@ -76,20 +93,21 @@ class Sweep:
         cuda: bool = False,
     ) -> None:
         self.world, self.dummies, self.device = world, SmallDummies(world), FakeDevice(is_cuda=cuda)
-        self.guards = 0
+        self.ranks = ranks or Ranks(0, 1)
+        self.guards: list[tuple[int, int]] = []
         self.startup = Startup(
             served=world.served,
             dummies=self.dummies,  # type: ignore[arg-type]
             backend=TapeBackend(world.engine.capture_var, poison=True),
             make_guard=self.make_guard,
-            ranks=ranks or Ranks(0, 1),
+            ranks=self.ranks,
             device=self.device,  # type: ignore[arg-type]
             chunk_size=chunk,
             strict=strict,
         )
 
-    def make_guard(self) -> AddressGuard:
-        self.guards += 1
+    def make_guard(self, first: int, last: int) -> AddressGuard:
+        self.guards.append((first, last))
         return AddressGuard([])
 
     def captured(
@@ -178,10 +196,21 @@ def test_growing_is_one_eager_step_of_the_largest_kind() -> None:
 
 @pytest.mark.parametrize(
     ("chunk", "setting", "rows"),
-    [(4096, -1, 4096), (4096, 8192, 8192), (None, -1, 8192), (0, 16384, 16384), (-1, 0, 8192)],
+    [(4096, -1, 4096), (4096, 8192, 4096), (None, -1, 8192), (0, 16384, 16384), (-1, 0, 8192)],
 )
 def test_the_largest_step(chunk: int | None, setting: int, rows: int) -> None:
     assert Sweep(World(full_layer_max_tokens=setting), chunk=chunk).startup.largest_step == rows
+
+
+@pytest.mark.parametrize(("late", "cap", "rows"), [(False, 2048, 200), (True, 2048, 256), (True, 128, 200)])
+def test_growing_covers_the_largest_dummy_step_of_a_tail(late: bool, cap: int, rows: int) -> None:
+    """Tails are captured in whole steps of 128 rows, which may be more than the chunk."""
+    s = Sweep(World(late=late, decoder_replay_max_rows=cap), chunk=200)
+    s.startup.grow()
+    assert s.dummies.runs == [("layers", rows)]
+    assert s.startup.largest_tail == 256
+    s.dummies.most_requests = 1
+    assert s.startup.largest_tail == 128
 
 
 def test_nothing_is_captured_before_growing() -> None:
@@ -189,15 +218,24 @@ def test_nothing_is_captured_before_growing() -> None:
         Sweep(World()).startup.make_bank("full-layer", 0, LATE, BUCKETS)
 
 
-def test_the_guard_is_made_once_when_workspaces_have_grown() -> None:
+def test_each_range_has_a_guard_made_when_workspaces_have_grown() -> None:
     s = Sweep(World())
     s.startup.grow()
-    assert s.guards == 0
     s.startup.open()
-    banks = [s.startup.make_bank(name, 0, LATE, BUCKETS) for name in ("one", "two")]
-    assert s.guards == 1
-    assert banks[0].guard is banks[1].guard
+    assert s.guards == []
+    ranges = {"one": (0, LATE), "two": (LATE, LAYERS), "three": (0, LATE)}
+    banks = [s.startup.make_bank(name, first, last, BUCKETS) for name, (first, last) in ranges.items()]
+    assert s.guards == [(0, LATE), (LATE, LAYERS)]
+    assert banks[0].guard is banks[2].guard is not banks[1].guard
     assert s.startup.banks == banks
+
+
+def test_a_bank_waits_for_its_device_before_it_is_retired() -> None:
+    s = Sweep(World())
+    bank = s.captured()
+    waits = s.device.waits
+    bank.retire("because")
+    assert s.device.waits == waits + 1
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
@@ -210,7 +248,7 @@ def test_a_failed_capture_keeps_what_succeeded(
     s = Sweep(World())
     bank = s.captured(fails={fails_at: OUT_OF_MEMORY})
     assert bank.buckets == kept
-    assert s.device.releases == 1
+    assert s.device.releases == 2  # after growing, and after the failure
     (warning,) = [line for line in lines() if "capture-failed" in line]
     assert warning == (
         f"dsv4-graphs: capture-failed bank=full-layer rows={fails_at} kept={len(kept)} "
@@ -254,28 +292,32 @@ def test_a_failed_capture_refuses_a_strict_server() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_bucket_that_failed_on_another_rank_is_dropped_here(lines: Callable[[], list[str]], strict: bool) -> None:
-    asked = []
+    done: list[str] = []
 
-    def says(report: str) -> str:
-        asked.append(report)
-        return "OutOfMemoryError: no room" if len(asked) == 2 else ""
+    def says(kind: str, text: str) -> tuple[str, str] | None:
+        done.extend([kind] if kind == "done" else [])
+        return ("failed", "OutOfMemoryError: no room") if kind == "done" and len(done) == 2 else None
 
-    s = Sweep(World(), ranks=OtherRank(says), strict=strict)
+    ranks = OtherRank(says)
+    s = Sweep(World(), ranks=ranks, strict=strict)
     if strict:
         with pytest.raises(CaptureError, match="rows=8: rank 1: OutOfMemoryError: no room"):
-            s.captured()
+            ranks.inside(s.captured)
     else:
-        assert s.captured().buckets == (16,)
-        assert asked == ["", ""]
+        assert ranks.inside(s.captured).buckets == (16,)
+        assert done == ["done"] * 3  # the third is the startup's own: nobody tries the smallest
         assert 'rows=8 kept=1 reason="rank 1: OutOfMemoryError: no room"' in "".join(lines())
 
 
 def test_a_rank_that_does_not_come_ends_the_sweep() -> None:
-    def says(report: str) -> str:
-        raise RankError("rank 0 waited 300 s for rank 1")
+    def says(kind: str, text: str) -> None:
+        if kind == "done":
+            ranks._broken = "rank 0 waited 300 s: nothing came from rank 1"
+            raise RankError(ranks._broken)
 
-    with pytest.raises(RankError):
-        Sweep(World(), ranks=OtherRank(says)).captured()
+    ranks = OtherRank(says)
+    with pytest.raises(RankError, match="nothing came from rank 1"):
+        ranks.inside(Sweep(World(), ranks=ranks).captured)
 
 
 def test_other_ranks_draw_no_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,9 +349,8 @@ class Scripted:
     def __init__(self, s: Sweep, times: dict[int, tuple[float, float]]) -> None:
         self.tried: list[int] = []
         self.s, self.times = s, times
-        s.startup._try = self  # type: ignore[method-assign,assignment]
 
-    def __call__(self, bank: Bank, bucket: int, batch_of: Any) -> Trial:
+    def try_bucket(self, bucket: int) -> Trial:
         self.tried.append(bucket)
         return Trial(bucket, bucket - 1, *self.times[bucket])
 
@@ -317,9 +358,10 @@ class Scripted:
 def test_the_ladder_ends_where_replays_stop_paying(
     lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "largest_winner", lambda buckets, run: (8, [run(16), run(8)]))
+    monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (8, [run(16), run(8)]))
     s = Sweep(World(), cuda=True)
     scripted = Scripted(s, {16: (1.0, 2.0), 8: (1.0, 0.5)})
+    monkeypatch.setattr(TrialRun, "try_bucket", lambda _, bucket: scripted.try_bucket(bucket))
     bank = s.captured(trim=True)
     assert scripted.tried == [16, 8]
     assert bank.planned == bank.buckets == (4, 8)
@@ -331,9 +373,10 @@ def test_the_ladder_ends_where_replays_stop_paying(
 def test_the_ladder_is_kept_where_nobody_asks_or_time_means_nothing(
     cuda: bool, trim: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "largest_winner", lambda buckets, run: (4, [run(16)]))
+    monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (4, [run(16)]))
     s = Sweep(World(), cuda=cuda)
     scripted = Scripted(s, {16: (1.0, 2.0)})
+    monkeypatch.setattr(TrialRun, "try_bucket", lambda _, bucket: scripted.try_bucket(bucket))
     assert s.captured(trim=trim).buckets == BUCKETS
     assert scripted.tried == []
 
@@ -342,18 +385,19 @@ def test_the_ladder_is_kept_where_nobody_asks_or_time_means_nothing(
 def test_a_trial_takes_the_slowest_replay_and_the_fastest_eager_run(
     other: str, wins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = OtherRank(lambda report: "")
+    ranks = OtherRank()
     s = Sweep(World(), cuda=True, ranks=ranks)
-    bank = s.captured()
+    bank = ranks.inside(s.captured)
     # Eager runs and replays alternate: 3 s and 2 s here.
     s.device.times = lambda n: 3.0 if n % 2 else 2.0
-    ranks.says = lambda report: other
+    # The last meeting of a trial exchanges times; the ones before it have no text or memory.
+    ranks.says = lambda kind, text: ("meet", other) if "." in text else None
     made: list[Bank] = []
     monkeypatch.setattr(sweep, "Bank", lambda **options: made.append(Bank(**options)) or made[-1])
     released: list[tuple[int, ...]] = []
     s.device.release = lambda: released.extend(b.buckets for b in made)  # type: ignore[method-assign]
-    trial = s.startup._try(bank, 8, s.dummies.batch)
-    assert ranks.reports[-1] == "3.0 2.0"
+    trial = ranks.inside(lambda: TrialRun(s.startup, bank, s.dummies.batch).try_bucket(8))
+    assert ("meet", "3.0 2.0") in ranks.messages
     assert (trial.bucket, trial.rows) == (8, 5)
     assert trial.wins is wins
     assert bank.buckets == BUCKETS
@@ -362,13 +406,70 @@ def test_a_trial_takes_the_slowest_replay_and_the_fastest_eager_run(
 
 def test_a_trial_that_cannot_be_captured_loses_on_all_ranks() -> None:
     for here, there in ((False, True), (True, False)):
-        ranks = OtherRank(lambda report: "")
+        ranks = OtherRank()
         s = Sweep(World(), cuda=True, ranks=ranks)
-        bank = s.captured()
-        ranks.says = lambda report, there=there: "OutOfMemoryError: no room" if there else "9.0 0.1"
+        bank = ranks.inside(s.captured)
+        if there:
+            ranks.says = lambda kind, text: ("failed", "OutOfMemoryError: no room") if kind == "done" else None
         if here:
-            s.startup._capture_one = lambda *args: "OutOfMemoryError: no room"  # type: ignore[method-assign,assignment]
-        assert not s.startup._try(bank, 8, s.dummies.batch).wins
+            s.startup.capture_one = lambda *args: "OutOfMemoryError: no room"  # type: ignore[method-assign]
+        s.device.seconds = lambda call: pytest.fail("raced alone")  # type: ignore[method-assign]
+        trials: list[Trial] = []
+
+        def run(s: Sweep = s, bank: Bank = bank, trials: list[Trial] = trials) -> None:
+            trials.append(TrialRun(s.startup, bank, s.dummies.batch).try_bucket(8))
+
+        ranks.together("startup", run)
+        assert not trials[0].wins
+
+
+def test_a_race_that_fails_on_one_rank_is_lost_on_all(lines: Callable[[], list[str]]) -> None:
+    s = Sweep(World(), cuda=True)
+    bank = s.captured()
+
+    def seconds(call: Callable[[], object]) -> float:
+        raise RuntimeError("illegal address")
+
+    s.device.seconds = seconds  # type: ignore[method-assign]
+    trial = TrialRun(s.startup, bank, s.dummies.batch).try_bucket(8)
+    assert not trial.wins
+    failed = 'trial-failed bank=full-layer bucket=8 reason="rank 0: RuntimeError: illegal address"'
+    assert lines()[-1] == f"dsv4-graphs: {failed}"
+
+
+def test_ranks_stop_alike_where_one_has_no_room(lines: Callable[[], list[str]]) -> None:
+    """The other rank has 100 MiB left when the second bucket's turn comes."""
+    asked: list[str] = []
+
+    def says(kind: str, text: str) -> tuple[str, str] | None:
+        asked.extend([text] if len(text.split()) == 2 else [])
+        return (kind, f"{100 << 20} 0") if len(asked) == 2 and asked[-1] == text else None
+
+    ranks = OtherRank(says)
+    s = Sweep(World(), ranks=ranks, cuda=True)
+    assert ranks.inside(s.captured).buckets == (16,)
+    (line,) = [line for line in lines() if "capture-failed" in line]
+    assert "rows=8 kept=1 " in line
+    assert "rank 1 has 0.10 GiB free, a capture of 8 rows takes 0.25" in line
+
+
+def test_a_rank_that_failed_leaves_no_graph_and_no_step_path() -> None:
+    s = Sweep(World())
+    bank = s.captured()
+    releases = s.device.releases
+    s.startup.abandon("startup failed: no room")
+    assert (bank.buckets, bank.retired) == ((), "startup failed: no room")
+    assert (s.startup.banks, s.startup._guards) == ([], {})
+    assert s.device.releases == releases + 1
+
+
+def test_a_dummy_step_is_run_where_every_rank_could_build_one() -> None:
+    ranks = OtherRank()
+    s = Sweep(World(), ranks=ranks)
+    ranks.says = lambda kind, text: ("failed", "ValueError: no slots") if len(ranks.messages) == 2 else None
+    failure = ranks.together("begin", s.startup.grow)
+    assert str(failure) == "rank 1: ValueError: no slots"
+    assert s.dummies.runs == []
 
 
 class EngineTail:
@@ -411,8 +512,13 @@ def test_no_engine_tail_is_nothing_to_drive() -> None:
 def test_the_rehearsal_runs_everything_on_the_serving_stream() -> None:
     s = Sweep(World())
     s.dummies.most_rows = 60
+    open_during: list[bool] = []
+    run = s.dummies.run_whole
+    s.dummies.run_whole = lambda batch: open_during.append(s.world.served.ready) or run(batch)  # type: ignore[method-assign]
+    s.world.served.ready = False
     s.startup.rehearse("stream")
     assert s.dummies.runs == [("whole", 60)]
+    assert (open_during, s.world.served.ready) == ([True], False)
     assert s.device.streams == ["stream"]
     assert not s.world.served.rehearsing
 
@@ -422,7 +528,7 @@ def test_the_summary_counts_memory_and_graphs_of_all_banks(lines: Callable[[], l
     s.device.free = 10 << 30
     s.captured()
     s.startup.release()
-    assert s.device.releases == 1
+    assert s.device.releases == 2
     s.device.free = 8 << 30
     s.startup.summary()
     assert lines()[-1].startswith(

@@ -153,7 +153,6 @@ def test_stand_ins_answer_as_their_layer_without_its_engram() -> None:
     for stand_in in (
         PassThrough(layer),
         RangeEntry(layer, bank("bank")[0], handing),
-        StateInjector(layer, [], handing),
     ):
         assert stand_in.weight == "weight 1"
         assert stand_in.engram is None
@@ -180,3 +179,24 @@ def test_an_injected_state_replaces_what_enters(style: str) -> None:
     assert result == ["state", 3, 4, 5]
     assert batch.calls == [3, 4, 5]
     assert getattr(batch, "handed", None) == (["state"] if style == "0.5.23" else None)
+
+
+class Rows:
+    """A state whose residual can be rewritten."""
+
+    def __init__(self, residual: str, pre: str | None = None) -> None:
+        self.residual, self.pre = residual, pre
+
+    def with_residual(self, residual: str) -> Rows:
+        return Rows(residual, self.pre)
+
+
+@pytest.mark.parametrize(("engram", "residual"), [(None, "entering"), ("engram", "with Engram")])
+def test_an_injected_state_keeps_what_an_engram_added(engram: object, residual: str) -> None:
+    """0.5.22's late layers may begin with one: the loop runs it on the residual, then the pre-mix is added."""
+    seen: list[Rows] = []
+    layer = SimpleNamespace(engram=engram, forward_hc_pre_from_prev=lambda *, state: seen.append(state))
+    injector = StateInjector(layer, Rows("entering", "pre"), handing)
+    assert injector.engram is engram
+    injector.forward_hc_pre_from_prev(state=Rows("with Engram" if engram else "entering"))
+    assert [(s.residual, s.pre) for s in seen] == [(residual, "pre")]

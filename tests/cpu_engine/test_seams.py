@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.fresh import in_fresh_process
+
 
 def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
@@ -45,41 +47,54 @@ def test_torchvision_imports_beside_a_cpu_torch() -> None:
     run_python(code)
 
 
-_HOOKS = """
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang_dsv4_graphs.cpu_engine import build_runner, Request, apply_substitutes
-seen = []
-M = 'sglang.srt.models.deepseek_v4.'
-S = 'sglang.srt.model_executor.model_runner_components.cuda_graph_setup.finalize_cuda_graph_capture'
-def hooks():
-    built = lambda result, *a, **k: seen.append('built') or result
-    HookRegistry.register(M + 'DeepseekV4Model.__init__', built, HookType.AFTER)
-    def loop(original, *a, **k):
-        seen.append('loop')
-        return original(*a, **k)
-    def store(original, *a, **k):
-        seen.append('store')
-        return original(*a, **k)
-    HookRegistry.register(M + 'DeepseekV4Model._forward_layers_hc_pre_from_prev', loop, HookType.AROUND)
-    HookRegistry.register(M + 'MQALayer._compute_kv_to_cache', store, HookType.AROUND)
-    HookRegistry.register(S, lambda runner: seen.append('startup'), HookType.BEFORE)
-    HookRegistry.apply_hooks()
-if ORDER == 'hooks last':
-    from sglang_dsv4_graphs.cpu_engine.torchvision_shim import ensure_torchvision
-    ensure_torchvision(); apply_substitutes(); hooks()
-    runner = build_runner()
-else:
-    runner = build_runner(hooks_first=hooks)
-runner.startup()
-runner.extend([Request.of(20)])
-assert seen == ['built', 'startup', 'loop'] + ['store'] * runner.shape.layers, seen
-"""
+def in_a_process_with_hooks(order: str) -> tuple[list[str], int]:
+    """What hooks saw of a server's startup and first step, and how many layers it has."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_dsv4_graphs.cpu_engine import Request, apply_substitutes, build_runner
+
+    seen: list[str] = []
+    model = "sglang.srt.models.deepseek_v4."
+    startup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.finalize_cuda_graph_capture"
+
+    def built(result: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append("built")
+        return result
+
+    def noting(what: str) -> Any:
+        def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(what)
+            return original(*args, **kwargs)
+
+        return around
+
+    def hooks() -> None:
+        HookRegistry.register(model + "DeepseekV4Model.__init__", built, HookType.AFTER)
+        loop = model + "DeepseekV4Model._forward_layers_hc_pre_from_prev"
+        HookRegistry.register(loop, noting("loop"), HookType.AROUND)
+        HookRegistry.register(model + "MQALayer._compute_kv_to_cache", noting("store"), HookType.AROUND)
+        HookRegistry.register(startup, lambda runner: seen.append("startup"), HookType.BEFORE)
+        HookRegistry.apply_hooks()
+
+    if order == "hooks last":
+        from sglang_dsv4_graphs.cpu_engine.torchvision_shim import ensure_torchvision
+
+        ensure_torchvision()
+        apply_substitutes()
+        hooks()
+        runner = build_runner()
+    else:
+        runner = build_runner(hooks_first=hooks)
+    runner.startup()
+    runner.extend([Request.of(20)])
+    return seen, runner.shape.layers
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("order", ["hooks first", "hooks last"])
 def test_hooks_and_substitutes_in_either_order(order: str) -> None:
-    run_python(f"ORDER = {order!r}\n" + _HOOKS)
+    seen, layers = in_fresh_process(in_a_process_with_hooks, order).value
+    assert seen == ["built", "startup", "loop"] + ["store"] * layers
 
 
 @pytest.mark.engine

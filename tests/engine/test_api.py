@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,3 +245,45 @@ def test_model_scope_selects_the_models_shared_experts(engine: Engine) -> None:
     with engine.model_scope(runner):
         assert seen == [{"shared_experts": "its own"}]
     assert seen[1:] == ["back"]
+
+
+def test_inputs_of_a_failed_capture_are_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever communicator a group has: the list, none, or one that keeps its inputs elsewhere."""
+    from sglang.srt.distributed import parallel_state
+
+    pending = [(1, 2)]
+    groups = [
+        SimpleNamespace(ca_comm=SimpleNamespace(_graph_inputs=pending)),
+        SimpleNamespace(ca_comm=None),
+        SimpleNamespace(ca_comm=SimpleNamespace()),
+        None,  # a group that is gone
+    ]
+    monkeypatch.setattr(parallel_state, "_groups", {str(i): lambda g=g: g for i, g in enumerate(groups)})
+    Engine(engine.version).forget_graph_inputs()
+    assert pending == []
+
+
+def test_the_engines_communicator_keeps_its_inputs_where_we_look() -> None:
+    import inspect
+
+    from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
+
+    source = inspect.getsource(custom_all_reduce_v2)
+    assert "self._graph_inputs.append(" in source
+    assert "self._graph_inputs.clear()" in source
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_unmarked_puts_the_mark_back(engine: Engine, inside: bool) -> None:
+    """The engine's own scope clears it when it is left; ours around that one puts back what was there."""
+    with engine.enable_breakable() if inside else nullcontext():
+        with engine.unmarked():
+            assert not engine.in_breakable()
+            with engine.enable_breakable():
+                assert engine.in_breakable()
+            assert not engine.in_breakable()
+        assert engine.in_breakable() is inside
+        with pytest.raises(ZeroDivisionError), engine.unmarked():
+            raise ZeroDivisionError
+        assert engine.in_breakable() is inside
+    assert not engine.in_breakable()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ import pytest
 pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.engine import facts
+from sglang_dsv4_graphs.engine.api import speaks_for_server
 from sglang_dsv4_graphs.extend import ENTRY_POINT_GROUP, hookimpl
 from sglang_dsv4_graphs.hooks.install import Installation, StrictError, install, stand_down
 from sglang_dsv4_graphs.hooks.ledger import hook_in_chain, owner_of, raw_attribute
 from sglang_dsv4_graphs.settings import Settings
 from tests.distributions import install_distribution
+from tests.fresh import in_fresh_process
 
 pytestmark = pytest.mark.engine
 
@@ -269,3 +272,63 @@ def test_standing_down_is_logged_or_raised(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(StrictError, match="refuses to start: because of that"):
         stand_down("because of that", strict=True)
     assert len(caplog.messages) == 1
+
+
+def in_a_process_that_stands_down(role: str | None, ranks: dict[str, int]) -> None:
+    """A process that the engine told ``role`` and ``ranks`` (None: nothing yet), and that stands down."""
+    import tempfile
+
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_dsv4_graphs.cpu_engine.config import ModelShape, write_config
+
+    if role is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            model = str(write_config(Path(folder), ModelShape()))
+            args = ServerArgs(model_path=model, device="cpu", tp_size=2)
+            publish(args, role=role, ranks=SpawnRanks(**ranks) if ranks else None)
+    stand_down("because of that", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("role", "ranks", "lines"),
+    [
+        (None, {}, 1),
+        ("scheduler", {"world_rank": 0}, 1),
+        ("scheduler", {"world_rank": 1}, 0),
+        ("scheduler", {"world_rank": 0, "dp_rank": 1}, 0),
+        ("tokenizer", {}, 0),
+    ],
+)
+def test_one_process_of_a_server_says_that_it_stands_down(role: str | None, ranks: dict[str, int], lines: int) -> None:
+    finished = in_fresh_process(in_a_process_that_stands_down, role, ranks)
+    assert finished.lines == ['dsv4-graphs: eager reason="because of that"'] * lines
+
+
+def test_an_engine_that_knows_no_ranks_keeps_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for context in (None, SimpleNamespace(), SimpleNamespace(get_parallel=SimpleNamespace)):
+        monkeypatch.setitem(sys.modules, facts.RUNTIME_CONTEXT, context)
+        assert speaks_for_server()
+
+
+def test_a_third_party_that_fails_at_shutdown_stops_nobody(
+    installed: Callable[..., Installation | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Extensions are told first, and our banks hold the memory of their graphs."""
+
+    class Fails:
+        @hookimpl
+        def dsv4_graphs_shutdown(self) -> None:
+            raise OSError("already closed")
+
+    installation = installed()
+    assert installation is not None
+    told: list[str] = []
+    for name in ("full-layer", "decoder-replay"):
+        bank = installation.manager.get_plugin(name)
+        bank._banks = {object(): SimpleNamespace(retire=lambda reason, name=name: told.append(name))}
+    installation.manager.register(Fails(), name="theirs")
+    installation.undo()
+    assert sorted(told) == ["decoder-replay", "full-layer"]
+    assert "dsv4-graphs: shutdown-failed extension=theirs" in caplog.messages

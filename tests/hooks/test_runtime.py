@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.bank.decide import ServerFacts  # noqa: E402
+from sglang_dsv4_graphs.bank.ranks import Failure, RankError  # noqa: E402
 from sglang_dsv4_graphs.bank.served import ServedModel  # noqa: E402
 from sglang_dsv4_graphs.bank.views import ModelView  # noqa: E402
 from sglang_dsv4_graphs.extend import hookimpl, make_manager  # noqa: E402
@@ -44,7 +47,7 @@ class Process:
         self.done: list[tuple[str, ServedModel]] = []
         self.fails: dict[str, Exception] = {}
         self.manager = make_manager(third_parties=False)
-        engine = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=0))
+        engine = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=0, tp_size=1))
         self.runtime = Runtime(engine, Settings(**settings), self.manager, RankLog())  # type: ignore[arg-type]
         monkeypatch.setattr(module, "server_facts", lambda *args: facts)
         monkeypatch.setattr(module, "begin", self.begin)
@@ -57,11 +60,16 @@ class Process:
 
     def begin(self, engine: Any, served: ServedModel, runner: Any, manager: Any) -> Any:
         self._do("begin", served)
-        return SimpleNamespace(served=served)
+        return SimpleNamespace(
+            served=served,
+            grow=lambda: self._do("grow", served),
+            summary=lambda: self._do("summary", served),
+            abandon=lambda reason: self.done.append((reason, served)),
+        )
 
     def finish(self, startup: Any, runner: Any, manager: Any) -> None:
         self._do("finish", startup.served)
-        startup.served.ready = True
+        assert not startup.served.ready  # until every rank has come so far
 
     def build(self) -> Decoder:
         decoder = Decoder()
@@ -79,7 +87,7 @@ class Process:
 
 
 ORDINARY = ServerFacts(device="cuda")
-PARTS = ["begin", "finish"]
+PARTS = ["begin", "grow", "finish", "summary"]
 
 
 def test_a_built_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +140,8 @@ def test_startup_in_two_parts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = process.build()
     runner = Runner(Decoder(), decoder)
     process.runtime.before_captures(model_runner=runner, eager_runner=None, force_for_draft_worker=False)
-    assert [part for part, _ in process.done] == ["begin"]
+    assert [part for part, _ in process.done] == ["begin", "grow"]
+    assert not process.served(decoder).ready
     for _ in range(2):
         process.runtime.before_startup(runner)
     assert [part for part, _ in process.done] == PARTS
@@ -163,7 +172,7 @@ def test_hooks_return_nothing_that_the_engine_would_take(monkeypatch: pytest.Mon
 
 def test_ranks_are_known_from_startup_on(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, ORDINARY)
-    process.runtime.engine.get_parallel = lambda: SimpleNamespace(tp_rank=3)
+    process.runtime.engine.get_parallel = lambda: SimpleNamespace(tp_rank=3, tp_size=1)
     process.start(Runner(process.build()))
     assert process.runtime.log.rank == 3
 
@@ -185,7 +194,7 @@ def test_a_server_that_is_not_ours(
     assert caplog.messages == ['dsv4-graphs: eager reason="LoRA: adapters change what the layers compute"']
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", PARTS[:3])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_startup_that_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str, strict: bool
@@ -202,12 +211,23 @@ def test_a_startup_that_fails(
     process.start(runner)
     served = process.served(decoder)
     assert not served.ready
-    assert served.stand_down == "startup failed: OutOfMemoryError: no room\nat all"
-    line = 'dsv4-graphs: eager reason="startup failed: OutOfMemoryError: no room at all"'
+    reason = "startup failed: OutOfMemoryError: no room"
+    assert served.stand_down == reason
+    line = f'dsv4-graphs: eager reason="{reason}"'
     assert [m for m in caplog.messages if m.startswith("dsv4-graphs:")] == [line]
+    # No graph stays behind.
+    assert process.done[-1][0] == (reason if part != "begin" else "begin")
     done = list(process.done)
     process.start(runner)  # not tried again
     assert process.done == done
+
+
+def test_what_ranks_agreed_on_does_not_hang_on_a_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY, strict=True)
+    process.fails["summary"] = RuntimeError("no device")
+    decoder = process.build()
+    process.start(Runner(decoder))
+    assert process.served(decoder).ready
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -254,3 +274,101 @@ def test_a_supplied_backend_makes_its_device_capturable(
     runner.device = "cpu"
     process.start(runner)
     assert process.served(decoder).ready is ours
+
+
+class Peer:
+    """Ranks of which another one fails in the part ``fails``; notes what this one would have done."""
+
+    size = 2
+
+    def __init__(self, fails: str) -> None:
+        self.fails, self.parts = fails, []
+
+    def together(self, what: str, part: Callable[[], object]) -> Failure | None:
+        self.parts.append(what)
+        try:
+            part()
+        except Exception as e:
+            return Failure(0, "own", e)
+        return Failure(1, "OutOfMemoryError: no room") if what == self.fails else None
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("part", ["begin", "finish"])
+def test_a_part_that_fails_on_another_rank_is_over_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str, strict: bool
+) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
+    process, peer = Process(monkeypatch, ORDINARY, strict=strict), Peer(part)
+    monkeypatch.setattr(module, "make_ranks", lambda engine: peer)
+    decoder = process.build()
+    reason = "startup failed: rank 1: OutOfMemoryError: no room"
+    if strict:
+        with pytest.raises(RuntimeError, match=f"STRICT=1 and prefill stays eager: {reason}"):
+            process.start(Runner(decoder))
+    else:
+        process.start(Runner(decoder))
+        assert process.done[-1] == (reason, process.served(decoder))  # the graphs are dropped
+    assert f'dsv4-graphs: eager reason="{reason}"' in caplog.messages
+    assert (process.served(decoder).ready, process.served(decoder).stand_down) == (False, reason)
+
+
+def test_other_ranks_learn_of_an_extension_that_failed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails:
+        @hookimpl
+        def dsv4_graphs_model_built(self, served: ServedModel) -> None:
+            raise OSError("no such device")
+
+    process, peer = Process(monkeypatch, ORDINARY), Peer("")
+    monkeypatch.setattr(module, "make_ranks", lambda engine: peer)
+    process.manager.register(Fails())
+    process.start(Runner(process.build()))
+    assert (peer.parts, process.done) == (["begin"], [])
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_ranks_gather_only_where_the_server_is_ours(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    """Reasons follow from the server's arguments: every rank stands down by itself."""
+    process, made = Process(monkeypatch, ServerFacts(device="cuda", lora=not ours)), []
+    monkeypatch.setattr(module, "make_ranks", lambda engine: made.append(1) or Peer(""))
+    process.start(Runner(process.build()))
+    assert made == [1] * ours
+
+
+def test_ranks_that_lost_each_other_stand_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Peer):
+        def together(self, what: str, part: Callable[[], object]) -> Failure | None:
+            if what == "finish":
+                raise RankError("rank 0 waited 600 s: nothing came from rank 1")
+            return super().together(what, part)
+
+    process = Process(monkeypatch, ORDINARY)
+    monkeypatch.setattr(module, "make_ranks", lambda engine: Lost(""))
+    decoder = process.build()
+    process.start(Runner(decoder))
+    reason = "startup failed: RankError: rank 0 waited 600 s: nothing came from rank 1"
+    assert process.done[-1] == (reason, process.served(decoder))
+    assert not process.served(decoder).ready
+
+
+def test_a_failed_step_lets_go_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before memory is handed back: the frames of an error hold what the step had computed."""
+    process, held = Process(monkeypatch, ORDINARY), []
+
+    def finish(startup: Any, runner: Any, manager: Any) -> None:
+        rows = torch.zeros(3)
+        held.append(weakref.ref(rows))
+        raise ValueError(f"no room for {rows.shape}")
+
+    monkeypatch.setattr(module, "finish", finish)
+    gone: list[bool] = []
+    begin = process.begin
+
+    def begin_noted(*args: Any) -> Any:
+        startup = begin(*args)
+        startup.abandon = lambda reason: gone.append(held[0]() is None)
+        return startup
+
+    monkeypatch.setattr(module, "begin", begin_noted)
+    process.start(Runner(process.build()))
+    assert gone == [True]

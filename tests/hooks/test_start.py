@@ -15,9 +15,10 @@ from sglang_dsv4_graphs import GuardedBuffer  # noqa: E402
 from sglang_dsv4_graphs.bank.cuda import CudaGraphBackend  # noqa: E402
 from sglang_dsv4_graphs.bank.decide import ServerFacts, server_reason  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import MovedBufferError  # noqa: E402
+from sglang_dsv4_graphs.bank.ranks import WAIT, Ranks  # noqa: E402
 from sglang_dsv4_graphs.extend import hookimpl, make_manager  # noqa: E402
 from sglang_dsv4_graphs.hooks import start  # noqa: E402
-from sglang_dsv4_graphs.hooks.start import begin, finish, make_backend, make_startup, server_facts  # noqa: E402
+from sglang_dsv4_graphs.hooks.start import begin, finish, make_backend, make_ranks, make_startup, server_facts  # noqa: E402
 from sglang_dsv4_graphs.log import RankLog  # noqa: E402
 from sglang_dsv4_graphs.settings import Settings  # noqa: E402
 from tests.fresh import in_fresh_process  # noqa: E402
@@ -37,6 +38,7 @@ class Engine:
         self.unified, self.borrowing, self.hooks, self.mode, self.prefill_graph = False, False, None, "null", False
         borrow = SimpleNamespace(get=lambda: self.borrowing)
         self.envs = SimpleNamespace(SGLANG_ENABLE_GRAPH_POOL_BORROW=borrow)
+        self.offloads, self.a2a = False, "none"
         self.asked: list[str] = []
 
     def get_parallel(self) -> Any:
@@ -44,6 +46,12 @@ class Engine:
 
     def get_exec(self) -> Any:
         return SimpleNamespace(overlap=self.overlap)
+
+    def offloads_weights(self) -> bool:
+        return self.offloads
+
+    def moe_a2a_backend(self) -> Any:
+        return SimpleNamespace(is_none=lambda: self.a2a == "none")
 
     def get_observability(self) -> Any:
         return SimpleNamespace(forward_hooks=self.hooks)
@@ -93,7 +101,7 @@ class Model:
 class Served:
     def __init__(self, **settings: Any) -> None:
         self.model, self.settings, self.log = Model(), Settings(**settings), RankLog()
-        self.ready = False
+        self.ready, self.ranks = False, Ranks(0, 1)
 
 
 def facts(engine: Engine | None = None, runner: Runner | None = None, model: Model | None = None) -> ServerFacts:
@@ -125,12 +133,13 @@ CHANGES = {
     "unified_kv": ("engine.unified", True, True),
     "hisparse": ("runner.hisparse_coordinator", object(), True),
     "lora": ("runner.lora_manager", object(), True),
+    "weight_offload": ("engine.offloads", True, True),
+    "expert_all_to_all": ("engine.a2a", "deepep", True),
     "memory_saver": ("runner.server_args.enable_memory_saver", True, True),
     "pool_borrowing": ("engine.borrowing", True, True),
     "forward_hooks": ("engine.hooks", [{"name": "x"}], True),
     "decode_only": ("engine.mode", "decode", True),
     "prefill_graph": ("engine.prefill_graph", True, True),
-    "engram": ("model.engram_hasher", object(), True),
     "lagged_hyper_connections": ("model.hc_pre_from_prev_sublayer", False, False),
 }
 
@@ -173,7 +182,9 @@ def in_a_process_with_published_arguments() -> list[str]:
     engine, runner, found = RealEngine(str(installed_version())), Runner(), []
     runner.server_args = args
 
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
     from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+    from sglang.srt.runtime_context import get_flags
 
     breakable = PhaseConfig(backend=Backend.BREAKABLE)
 
@@ -182,6 +193,8 @@ def in_a_process_with_published_arguments() -> list[str]:
 
     assert read() == ServerFacts(device="cuda")
     scopes = {
+        "weight_offload": engine.get_exec().offload.override(cpu_offload_gb=1),
+        "expert_all_to_all": get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP),
         "two_batch_overlap": engine.get_exec().overlap.override(enable_two_batch_overlap=True),
         "forward_hooks": engine.get_observability().override(forward_hooks=[{"name": "x"}]),
         "decode_only": engine.get_disagg().override(disaggregation_mode="decode"),
@@ -198,7 +211,15 @@ def in_a_process_with_published_arguments() -> list[str]:
 
 @pytest.mark.engine
 def test_the_real_engine_has_these_places() -> None:
-    expected = ["two_batch_overlap", "forward_hooks", "decode_only", "pool_borrowing", "prefill_graph"]
+    expected = [
+        "weight_offload",
+        "expert_all_to_all",
+        "two_batch_overlap",
+        "forward_hooks",
+        "decode_only",
+        "pool_borrowing",
+        "prefill_graph",
+    ]
     assert in_fresh_process(in_a_process_with_published_arguments).value == expected
 
 
@@ -224,10 +245,10 @@ def test_pool_and_stream_of_cuda_graphs(shared: bool, monkeypatch: pytest.Monkey
     made: dict[str, Any] = {}
     monkeypatch.setattr(start, "CudaGraphBackend", lambda engine, **options: made.update(options))
     engine = Engine()
-    engine.parallel.tp_group.barrier = barrier = object()
-    make_backend(engine, Served(global_pool=shared), Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
+    served = Served(global_pool=shared)
+    make_backend(engine, served, Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
     kind = "global" if shared else "private"
-    assert made == {"pool": f"{kind} pool", "stream": f"{kind} stream", "barrier": barrier}
+    assert made == {"pool": f"{kind} pool", "stream": f"{kind} stream", "ranks": served.ranks}
 
 
 class Steps:
@@ -241,7 +262,7 @@ class Steps:
         return lambda *args: self.done.append((name, self.served.ready, *args))
 
 
-def test_beginning_says_so_and_grows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_beginning_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
     served, manager = Served(), make_manager(third_parties=False)
     manager.register(object(), name="decoder-replay")
@@ -250,7 +271,6 @@ def test_beginning_says_so_and_grows(monkeypatch: pytest.MonkeyPatch, caplog: py
     steps = Steps(served)
     monkeypatch.setattr(start, "make_startup", lambda *args: steps)
     assert begin(Engine(), served, Runner(), manager) is steps  # type: ignore[arg-type,comparison-overlap]
-    assert [name for name, *_ in steps.done] == ["grow", "release"]
     assert caplog.messages == ["dsv4-graphs: installed engine=0.5.23 banks=full-layer,decoder-replay"]
 
 
@@ -270,10 +290,9 @@ def test_the_order_of_the_sweep() -> None:
         ("capture", False),
         ("drive_engine_tail", False),
         ("release", False),
-        ("rehearse", True, "serving stream"),  # through the path that serves
-        ("summary", True),
+        ("rehearse", False, "serving stream"),  # opens the path that serves for itself alone
     ]
-    assert served.ready
+    assert not served.ready  # until all ranks have come here
 
 
 def test_a_failed_capture_leaves_the_step_path_closed() -> None:
@@ -298,12 +317,23 @@ def test_a_mixed_chunk_is_larger_than_the_chunk(mixed: bool, rows: int) -> None:
     assert startup.chunk_size == 4096
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_the_sweep_is_given(size: int) -> None:
+def test_ranks_have_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = Engine(), []
+    assert make_ranks(engine).size == 1  # type: ignore[arg-type]
+    engine.parallel.tp_size, engine.parallel.tp_rank = 2, 1
+    engine.parallel.tp_group.ranks = [4, 5]
+    monkeypatch.setattr(
+        torch.distributed, "new_group", lambda ranks, **options: made.append((ranks, options)) or "ours"
+    )
+    ranks = make_ranks(engine)  # type: ignore[arg-type]
+    assert (ranks.rank, ranks.size, ranks._group) == (1, 2, "ours")
+    # Synchronised among its members alone: torch's count of groups, which names the engine's later ones, stays.
+    assert made == [([4, 5], {"backend": "gloo", "timeout": WAIT, "use_local_synchronization": True})]
+
+
+def test_what_the_sweep_is_given() -> None:
     engine, runner, served = Engine(), Runner(), Served(strict=True)
     runner.device = "cpu"
-    engine.parallel.tp_size, engine.parallel.tp_rank = size, size - 1
-    engine.parallel.tp_group.cpu_group = group = object()
     held = {"workspace": torch.zeros(2)}
     probes: list[Any] = []
 
@@ -318,23 +348,24 @@ def test_what_the_sweep_is_given(size: int) -> None:
         manager.register(plugin)
     startup = make_startup(engine, served, runner, manager)  # type: ignore[arg-type]
     assert startup.served is served  # type: ignore[comparison-overlap]
-    assert (startup.chunk_size, startup._strict, startup._backend) == (4096, True, "supplied for cpu")
+    assert (startup.chunk_size, startup._strict, startup.backend) == (4096, True, "supplied for cpu")
     assert (startup.dummies.most_rows, startup.dummies.most_requests) == (1024, 4)
-    ranks = startup._ranks
-    assert served.ranks is ranks
-    assert (ranks.rank, ranks.size, ranks._group) == (size - 1, size, group if size > 1 else None)
+    assert startup.ranks is served.ranks
 
     assert probes == []  # asked when workspaces have grown
-    guard = startup.guard_now()
+    model = served.model
+    model.layers[1].derived = torch.zeros(2)  # type: ignore[assignment]
+    guard = startup.guard_now(1, 2)
     ((probe,),) = (probes,)
     assert (probe.model_runner, probe.attn_backend, probe.model) == (runner, runner.attn_backend, served.model)
-    assert guard.names == ("workspace",)
+    assert guard.names == ("workspace", "layers.1.derived")
     captured = guard.addresses()
     guard.check(captured, bank="b", bucket=1, everything=True)
-    kept = served.model.layers[1].weight.data
-    served.model.layers[2].weight.data = torch.zeros(2, 2)  # not of this model's range
-    guard.check(captured, bank="b", bucket=1, everything=True)
+    kept = [layer.weight.data for layer in model.layers]
+    for other in (0, 2):  # not of this bank's range
+        model.layers[other].weight.data = torch.zeros(2, 2)
+        guard.check(captured, bank="b", bucket=1, everything=True)
     served.model.layers[1].weight.data = torch.zeros(2, 2)
     with pytest.raises(MovedBufferError, match=r"buffer=layers\.1\.weight"):
-        guard.check(captured, bank="b", bucket=1, everything=True)
+        guard.check(captured, bank="b", bucket=1)
     assert kept is not None

@@ -54,7 +54,7 @@ class Judge:
             kept, after = outputs.cloned(), self._memory(bank)
             self._put_back(bank, before)
             eager = bank.run_eagerly(bucket, live, batch)
-            wrong = [*_outputs_that_differ(kept, eager), *_names_that_differ(after, self._memory(bank))]
+            wrong = [*_outputs_that_differ(kept, eager), *_names_that_differ(after[0], self._kept())]
             self.verdicts.append(Verdict(bank.name, bucket, live.rows, tuple(wrong)))
             self._put_back(bank, after)
             return outputs
@@ -101,8 +101,8 @@ def _outputs_that_differ(replayed: Any, eager: Any) -> list[str]:
     ]
 
 
-def _names_that_differ(one: tuple[dict[str, Any], Any], other: tuple[dict[str, Any], Any]) -> list[str]:
-    return [name for name, tensor in one[0].items() if not same(tensor, other[0][name])]
+def _names_that_differ(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [name for name, tensor in one.items() if not same(tensor, other[name])]
 
 
 def distance(a: Any, b: Any) -> float:

@@ -6,16 +6,19 @@ hooks of two installations would run inside each other.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 from sglang_dsv4_graphs.extend import hookimpl
 
 FULL_LAYER, DECODER_REPLAY = "full-layer", "decoder-replay"
-CHUNK = 320
-# Caps as a user sets them. Few small graphs, and a chunk that is larger than the largest bucket.
+# Captures and their first forward cost most of a server: few small graphs, and no chunk larger than most steps.
+CHUNK = 128
+# Caps as a user sets them.
 SMALL = {"SGLANG_DSV4_FULL_LAYER_GRAPH_MAX_TOKENS": "256", "SGLANG_DSV4_DECODER_REPLAY_GRAPH_MAX_ROWS": "256"}
 FULL_LAYER_CAP, DECODER_REPLAY_CAP = SMALL
 
@@ -119,6 +122,18 @@ def tape_backend(installation: Any, **options: Any) -> Any:
     return TapeBackend(installation.runtime.engine.current_capture_var, **options)
 
 
+@cache
+def freeze_imports() -> None:
+    """Leave what the engine's modules made to no later garbage collection.
+
+    They live as long as the process, and looking through them takes most of a collection: a sweep has two.
+    """
+    import sglang.srt.models.deepseek_v4  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def serving(
     environ: Mapping[str, str] = SMALL,
@@ -144,6 +159,7 @@ def serving(
     from sglang_dsv4_graphs.log import logger
     from sglang_dsv4_graphs.settings import Settings
 
+    freeze_imports()
     log = LogLines()
     level = logger.level
     logger.addHandler(log)

@@ -92,3 +92,10 @@ class Story:
                 expected[bank, bucket] = 1
         assert (replays, fallbacks) == (expected, missing)
         return replays, fallbacks
+
+
+def serves(server: Server, *steps: Step) -> None:
+    """Run and compare steps of one story."""
+    story = Story(server, Judge.of(server))
+    for step in steps:
+        story.step(step)

@@ -73,7 +73,7 @@ class Clock:
     is_cuda = True
 
     def __init__(
-        self, eager: Callable[[int], float], replayed: Callable[[int], float], free: Callable[[], int] = lambda: 0
+        self, eager: Callable[[int], float], replayed: Callable[[int], float], free: Callable[[], int] = lambda: 8 << 30
     ) -> None:
         self._eager, self._replayed, self._free = eager, replayed, free
         self.raced: list[tuple[str, int]] = []
@@ -82,6 +82,9 @@ class Clock:
         return self
 
     def free_bytes(self) -> int:
+        return self._free()
+
+    def room_bytes(self) -> int:
         return self._free()
 
     def release(self) -> None: ...

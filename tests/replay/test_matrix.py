@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from tests.replay.judge import Judge, same
-from tests.replay.models import with_vision
 from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, Server, Servers
 from tests.replay.story import Story
 
 pytestmark = pytest.mark.engine
 
-SETTINGS = {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "128"}
+SETTINGS = {FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"}
 
 
 def equal_to_eager(server: Server) -> None:
@@ -56,6 +55,17 @@ def pool_borrowing(server: Server) -> Any:
     return server.installation.runtime.engine.envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.override(True)
 
 
+def offload(**arguments: int) -> Callable[[Server], Any]:
+    return lambda server: server.installation.runtime.engine.get_exec().offload.override(**arguments)
+
+
+def expert_all_to_all(server: Server) -> Any:
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+    from sglang.srt.runtime_context import get_flags
+
+    return get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP)
+
+
 @contextmanager
 def unified_kv(server: Server) -> Iterator[None]:
     """An AMD GPU with the backend that has it, as the engine's own gate sees them."""
@@ -89,12 +99,18 @@ FACTS: dict[str, tuple[Callable[[Server], Any], str]] = {
     "unified KV": (unified_kv, "unified KV: "),
     "HiSparse": (lambda s: attribute(s.runner, "hisparse_coordinator", object()), "HiSparse: "),
     "LoRA": (lambda s: attribute(s.runner, "lora_manager", object()), "LoRA: "),
+    "weight offload": (offload(cpu_offload_gb=1), "weight offload: "),
+    "weight offload in groups": (offload(offload_group_size=2), "weight offload: "),
+    "experts on the CPU": (
+        lambda s: s.installation.runtime.engine.get_exec().moe.override(kt_weight_path="/experts"),
+        "weight offload: ",
+    ),
+    "expert all-to-all": (expert_all_to_all, "expert all-to-all: "),
     "graph-pool borrowing": (pool_borrowing, "graph-pool borrowing: "),
     "forward hooks": (
         lambda s: s.installation.runtime.engine.get_observability().override(forward_hooks=[{"name": "mine"}]),
         "forward hooks: ",
     ),
-    "Engram": (lambda s: attribute(s.model, "engram_hasher", object()), "Engram: "),
     "not V4.1": (lambda s: attribute(s.model, "hc_pre_from_prev_sublayer", False), "model without lagged hyper-"),
 }
 
@@ -149,114 +165,6 @@ def test_the_engine_refuses_two_batch_overlap_of_this_model(servers: Servers) ->
     """So the row above is for engines that come to allow it."""
     with pytest.raises(ValueError, match="does not support two-batch overlap"):
         servers.own(SETTINGS, startup=False, enable_two_batch_overlap=True)
-
-
-# Servers that are served as they are
-
-
-def served_rows(server: Server) -> None:
-    """Steps replay in both banks and compare equal."""
-    assert server.log.having("eager reason") == []
-    story = Story(server, Judge.of(server))
-    for step in ({"a": 61}, {"a": 40, "b": 3}, {"c": 128}):
-        replays, fallbacks = story.step(step)
-        assert ({bank for bank, _ in replays}, fallbacks) == ({FULL_LAYER, DECODER_REPLAY}, {})
-
-
-SUPPORTED: dict[str, dict[str, Any]] = {
-    "disaggregated prefill": {"disaggregation_mode": "prefill"},
-    "returned hidden states": {"enable_return_hidden_states": True},
-    "mixed chunks": {"enable_mixed_chunk": True},
-}
-
-
-@pytest.mark.parametrize("arguments", SUPPORTED.values(), ids=SUPPORTED.keys())
-def test_a_supported_server(servers: Servers, arguments: dict[str, Any]) -> None:
-    served_rows(servers.own(SETTINGS, **arguments))
-
-
-def test_mixed_chunks_grow_for_their_decode_rows(servers: Servers) -> None:
-    """A full chunk with a decode row of every other request is the largest step."""
-    rows: list[int] = []
-
-    def prepare(runner: Any) -> None:
-        build = runner.attn_backend.init_forward_metadata
-        runner.attn_backend.init_forward_metadata = lambda batch: (rows.append(batch.input_ids.shape[0]), build(batch))
-
-    server = servers.own(SETTINGS, prepare=prepare, enable_mixed_chunk=True)
-    assert rows[0] == 320 + server.runner.max_running_requests
-
-
-def test_deterministic_inference(servers: Servers) -> None:
-    """The engine refuses it for this attention backend; told to all the same, steps replay."""
-    with pytest.raises(ValueError, match="deterministic inference"):
-        servers.own(SETTINGS, startup=False, enable_deterministic_inference=True)
-    server = servers.own(SETTINGS, startup=False)
-    engine = server.installation.runtime.engine
-    with engine.envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.override(True):
-        server.runner.startup()
-        served_rows(server)
-
-
-def test_vision_with_text_input(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_vision(monkeypatch)
-    server = servers.own(SETTINGS)
-    assert server.model.late_layer_vl_routing
-    served_rows(server)
-    story = Story(server, Judge.of(server))
-    batch = story.batch({"a": 50, "b": 20})
-    batch.mm_inputs = [None, None]
-    # Experts of the late layers are chosen by these, too.
-    image = server.model.config.image_token_id
-    batch.input_ids[-5:] = image
-    _, fallbacks, verdicts = story.run(batch)
-    assert (fallbacks, len(verdicts)) == ({}, 2)
-
-
-def test_encoder_replay_keeps_the_history_check(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine skips it under the breakable mark: breaks of a replay must run without it, captures with it."""
-    server = servers.own(SETTINGS, startup=False)
-    engine, marks = server.installation.runtime.engine, []
-    forward = server.runner.attn_backend.forward
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        marks.append(engine.in_breakable())
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(server.runner.attn_backend, "forward", noting)
-    server.runner.startup()
-    assert any(marks)
-    server.runner.reset_pools()
-    batch = Story(server, Judge.of(server)).batch({"a": 60})
-    Judge.of(server).quiet = True
-    marks.clear()
-    server.runner.forward(batch)
-    assert marks == [False] * server.runner.shape.layers
-
-
-def test_encoder_replays_workspace_is_guarded(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    import torch
-
-    workspace = SimpleNamespace(kv_buffer=[torch.zeros(8)])
-    window = SimpleNamespace(workspace=None)
-
-    def prepare(runner: Any) -> None:
-        # Only after the layers were built: the stand-in's attention has no window.
-        monkeypatch.setattr(runner.token_to_kv_pool, "request_window", window)
-        window.workspace = workspace
-
-    server = servers.own(SETTINGS, prepare=prepare)
-    story = Story(server, Judge.of(server))
-    story.step({"a": 60})
-    before = workspace.kv_buffer[0]
-    workspace.kv_buffer = [torch.zeros(16)]
-    batch = story.batch({"a": 20})
-    right = server.eager_tail(batch)
-    assert same(server.runner.forward(batch).tail, right)
-    moved = f"captured at {hex(before.data_ptr())}, now at {hex(workspace.kv_buffer[0].data_ptr())}"
-    assert len(server.log.having("moved-buffer", "buffer=request-window-workspace", moved)) == 2
 
 
 # Steps

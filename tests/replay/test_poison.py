@@ -23,10 +23,15 @@ ONE_BUCKET = {FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"}
 BREAKS_OF_THE_ENGINE = {"SGLANG_DSV4_EAGER_GRAPH_MERGED_KV_STORE": "0", "SGLANG_DSV4_EAGER_GRAPH_LEAN_BREAKS": "0"}
 
 
-@pytest.fixture(params=["our breaks", "the engine's breaks"])
-def server(request: pytest.FixtureRequest, servers: Servers) -> Server:
-    own = request.param == "our breaks"
-    return servers.shared(request.param, SMALL if own else SMALL | BREAKS_OF_THE_ENGINE)
+# Of the module's scope, so that pytest runs all tests of one kind in a row and they share its server.
+@pytest.fixture(scope="module", params=["our breaks", "the engine's breaks"])
+def breaks(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(breaks: str, servers: Servers) -> Server:
+    return servers.shared(breaks, SMALL if breaks == "our breaks" else SMALL | BREAKS_OF_THE_ENGINE)
 
 
 def recordings(server: Server) -> list[tuple[Any, Any]]:
@@ -53,6 +58,17 @@ def test_every_read_is_of_something_kept(server: Server, name: str) -> None:
         assert unowned
         assert {r.tensor.untyped_storage().data_ptr() for r in unowned} <= kept
         assert len(recording.external_reads(bank.owned_tensors())) > 10
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_what_leaves_a_range_lies_in_the_banks_own_rows(server: Server, name: str) -> None:
+    """In a segment's memory it would be the next graph's to overwrite: all share one pool."""
+    bank = server.bank(name)
+    owned = {t.untyped_storage().data_ptr() for t in bank.owned_tensors()}
+    for bucket in bank.buckets:
+        outputs = [t for t in bank.recording(bucket).outputs if t is not None]
+        assert outputs
+        assert {t.untyped_storage().data_ptr() for t in outputs} <= owned
 
 
 def test_steps_with_everything_else_spoilt(server: Server) -> None:

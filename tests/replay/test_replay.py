@@ -22,7 +22,7 @@ FULL_BUCKETS, LATE_BUCKETS = (64, 128, 256), (128, 256)
 @pytest.fixture
 def judged(servers: Servers) -> tuple[Server, Judge]:
     """One server of the default settings, small."""
-    server = servers.shared("small", make_backend=poisoning)
+    server = servers.shared("small", make_backend=poisoning, chunked_prefill_size=320)
     assert server.bank(FULL_LAYER).buckets == FULL_BUCKETS
     assert server.bank(DECODER_REPLAY).buckets == LATE_BUCKETS
     return server, Judge.of(server)
@@ -60,14 +60,14 @@ def test_steps_of_every_shape(judged: tuple[Server, Judge], steps: list[Step]) -
 
 def test_buckets_in_random_order(judged: tuple[Server, Judge]) -> None:
     """What one step leaves in the shared rows reaches no other step."""
-    draw = random.Random(5)
+    draw = random.Random(7)
     seen: set[Any] = set()
     story = Story(*judged)
-    for i in range(24):
+    for i in range(12):
         names = draw.sample("abcdef", draw.choice([1, 1, 2, 3]))
         replays, _ = story.step({name: draw.choice([1, 3, 40, 64, 85]) for name in names})
         seen.update(replays)
-        if i % 8 == 7:
+        if i % 4 == 3:
             story = Story(*judged, seed=i)
     assert seen == {(FULL_LAYER, b) for b in FULL_BUCKETS} | {(DECODER_REPLAY, b) for b in LATE_BUCKETS}
 

@@ -1,40 +1,43 @@
-"""The sweep in the engine's startup: its order, what a failure leaves, where a ladder ends, what each switch does."""
+"""The sweep in the engine's startup: its order, what a failure leaves, where a ladder ends."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.replay.judge import Judge, same
 from tests.replay.server import (
-    CHUNK,
     DECODER_REPLAY,
     DECODER_REPLAY_CAP,
     FULL_LAYER,
     FULL_LAYER_CAP,
     SMALL,
-    Server,
     Servers,
 )
-from tests.replay.story import TOO_MANY, Story
+from tests.replay.story import TOO_MANY, Story, serves
 from tests.replay.sweeps import Clock, Event, out_of_memory, watch_steps, watched_backend
 
 pytestmark = pytest.mark.engine
 
-ONE_BUCKET = {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "128"}
+# A chunk that is more than the largest bucket.
+LARGE = 320
+ONE_BUCKET = {FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"}
+# The full-layer ladder up to the chunk.
+AUTOMATIC = {DECODER_REPLAY_CAP: "128"}
 STRICT = {"SGLANG_DSV4_GRAPHS_STRICT": "1"}
 
 
 def test_grow_then_the_larger_first_and_full_layer_first(servers: Servers) -> None:
     events: list[Event] = []
-    server = servers.own(SMALL, make_backend=watched_backend(events), prepare=watch_steps(events))
+    server = servers.own(
+        SMALL, make_backend=watched_backend(events), prepare=watch_steps(events), chunked_prefill_size=LARGE
+    )
     captures = [(FULL_LAYER, 256), (FULL_LAYER, 128), (FULL_LAYER, 64), (DECODER_REPLAY, 256), (DECODER_REPLAY, 128)]
     steps = [("step", rows) for _, rows in captures]
-    # The chunk is more than the largest bucket: workspaces reach their size before any capture.
+    # Workspaces reach their size before any capture.
     rehearsal = ("step", 128)
-    assert events == [("step", CHUNK), *(e for pair in zip(steps, captures, strict=True) for e in pair), rehearsal]
+    assert events == [("step", LARGE), *(e for pair in zip(steps, captures, strict=True) for e in pair), rehearsal]
     messages = [line.split(" gib")[0].split(" segments")[0] for line in server.log.lines]
     assert messages == [
         f"dsv4-graphs: installed engine={server.installation.runtime.engine.version} banks=full-layer,decoder-replay",
@@ -58,11 +61,13 @@ def test_grow_comes_before_the_engines_prefill_captures(servers: Servers, monkey
         engine.capture_prefill_graph(model_runner=runner, eager_runner=None)
         events.append(("engine done", 0))
 
-    servers.own(ONE_BUCKET, make_backend=watched_backend(events), prepare=in_the_engines_order)
-    assert events[0] == ("step", CHUNK)
+    servers.own(
+        ONE_BUCKET, make_backend=watched_backend(events), prepare=in_the_engines_order, chunked_prefill_size=LARGE
+    )
+    assert events[0] == ("step", LARGE)
     assert [e for e in events if "engine" in e[0]][-1] == events[events.index(("engine done", 0))]
-    assert events.count(("step", CHUNK)) == 1
-    assert events.index(("engine done", 0)) < events.index((FULL_LAYER, 128))
+    assert events.count(("step", LARGE)) == 1
+    assert events.index(("engine done", 0)) < events.index((FULL_LAYER, 64))
 
 
 def test_nothing_of_the_rehearsal_is_left(servers: Servers) -> None:
@@ -73,7 +78,7 @@ def test_nothing_of_the_rehearsal_is_left(servers: Servers) -> None:
 
 def test_a_rehearsal_that_has_no_bucket_is_no_fallback(servers: Servers) -> None:
     """Its rows are more than this largest bucket; users would look for the step that fell back."""
-    server = servers.own({FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"})
+    server = servers.own(ONE_BUCKET)
     assert (server.served.replays, server.served.fallbacks) == ({}, {})
     assert server.log.having("fallback") == []
     # The first step of that reason is logged, then.
@@ -86,44 +91,38 @@ def test_a_rehearsal_that_has_no_bucket_is_no_fallback(servers: Servers) -> None
 # Captures that fail
 
 
-def serves(server: Server, *steps: dict[str, int]) -> None:
-    story = Story(server, Judge.of(server))
-    for step in steps:
-        story.step(step)
-
-
 @pytest.mark.parametrize(
     ("fails", "full", "late"),
     [
-        ((FULL_LAYER, 64), (128, 256), (128, 256)),
-        ((FULL_LAYER, 128), (256,), (128, 256)),
-        ((FULL_LAYER, 256), (), (128, 256)),
-        ((DECODER_REPLAY, 128), (64, 128, 256), (256,)),
-        ((DECODER_REPLAY, 256), (64, 128, 256), ()),
+        ((FULL_LAYER, 64), (128,), (128, 256)),
+        ((FULL_LAYER, 128), (), (128, 256)),
+        ((DECODER_REPLAY, 128), (64, 128), (256,)),
+        ((DECODER_REPLAY, 256), (64, 128), ()),
     ],
 )
 def test_a_failed_capture_keeps_the_larger_ones(
     servers: Servers, fails: Event, full: tuple[int, ...], late: tuple[int, ...]
 ) -> None:
-    server = servers.own(SMALL, make_backend=watched_backend([], out_of_memory(fails)))
+    settings = {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "256"}
+    server = servers.own(settings, make_backend=watched_backend([], out_of_memory(fails)))
     assert (server.bank(FULL_LAYER).buckets, server.bank(DECODER_REPLAY).buckets) == (full, late)
     (line,) = server.log.having("capture-failed")
     kept = len(full if fails[0] == FULL_LAYER else late)
     reason = "rank 0: OutOfMemoryError: CUDA out of memory."
     assert line == f'dsv4-graphs: capture-failed bank={fails[0]} rows={fails[1]} kept={kept} reason="{reason}"'
     assert server.log.having("captured bank=total", f"graphs={len(full) + len(late)} ")
-    serves(server, {"a": 1}, {"a": 70, "b": 33}, {"a": 256}, {"c": 128, "d": 128})
+    serves(server, {"a": 1}, {"a": 70, "b": 33}, {"c": 128})
 
 
 def test_a_server_without_any_graph_serves(servers: Servers) -> None:
-    fails = out_of_memory((FULL_LAYER, 128), (DECODER_REPLAY, 128))
+    fails = out_of_memory((FULL_LAYER, 64), (DECODER_REPLAY, 128))
     server = servers.own(ONE_BUCKET, make_backend=watched_backend([], fails))
     assert server.log.having("captured bank=total", "graphs=0 ")
     serves(server, {"a": 60}, {"a": 33, "b": 2})
     assert server.served.replays == {}
 
 
-@pytest.mark.parametrize("fails", [(FULL_LAYER, 128), (DECODER_REPLAY, 128)])
+@pytest.mark.parametrize("fails", [(FULL_LAYER, 64), (DECODER_REPLAY, 128)])
 def test_strict_refuses_a_failed_capture(servers: Servers, fails: Event) -> None:
     from sglang_dsv4_graphs.bank.backend import CaptureError
 
@@ -168,8 +167,8 @@ def test_a_startup_that_breaks_down(servers: Servers, monkeypatch: pytest.Monkey
     story = Story(server, Judge.of(server))
     batch = story.batch({"a": 40})
     right = server.eager_tail(batch)
-    _, replays, fallbacks = server.new_counts(lambda: None)
-    assert same(server.runner.forward(batch).tail, right)
+    step, replays, fallbacks = server.new_counts(lambda: server.runner.forward(batch))
+    assert same(step.tail, right)
     assert (replays, fallbacks) == ({}, {})
 
 
@@ -178,7 +177,7 @@ def test_a_startup_that_breaks_down(servers: Servers, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials of buckets that a CPU captures in time: of 128, 256 and 320 rows."""
+    """Trials of buckets that a CPU captures in time: of 128 and 192 rows."""
     from sglang_dsv4_graphs.bank import trial
 
     monkeypatch.setattr(trial, "ALWAYS", 64)
@@ -189,10 +188,9 @@ def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     ("eager_from", "buckets", "raced", "trimmed"),
     [
         # Rows of a trial are the fewest of its bucket; the largest bucket comes first.
-        (999, (64, 128, 256, 320), [257], None),
-        (200, (64, 128, 256), [257, 129], "320..320"),
-        (100, (64, 128), [257, 129, 65], "256..320"),
-        (10, (64,), [257, 129, 65], "128..320"),
+        (999, (64, 128, 192), [129], None),
+        (100, (64, 128), [129, 65], "192..192"),
+        (10, (64,), [129, 65], "128..192"),
     ],
 )
 def test_the_ladder_ends_where_eager_is_as_fast(
@@ -208,14 +206,14 @@ def test_the_ladder_ends_where_eager_is_as_fast(
 
     clock = Clock(eager=lambda rows: 1.0 if rows > eager_from else 3.0, replayed=lambda rows: 2.0)
     monkeypatch.setattr(start, "Device", clock)
-    server = servers.own({DECODER_REPLAY_CAP: "128"})
+    server = servers.own(AUTOMATIC, chunked_prefill_size=192)
     assert server.bank(FULL_LAYER).buckets == buckets
     assert clock.raced == [(kind, rows) for rows in raced for _ in range(2) for kind in ("eager", "replayed")]
     lines = server.log.having("trimmed")
     reason = 'reason="eager is as fast there"'
     assert lines == ([f"dsv4-graphs: trimmed bank=full-layer rows={trimmed} {reason}"] if trimmed else [])
     assert len(server.log.having("trial bank=full-layer")) == len(raced)
-    serves(server, {"a": 60}, {"a": 70, "b": 33}, {"a": 130})
+    serves(server, {"a": 60}, {"a": 70, "b": 33}, {"c": 130})
 
 
 def test_a_bucket_whose_trial_cannot_be_captured_loses(
@@ -225,11 +223,11 @@ def test_a_bucket_whose_trial_cannot_be_captured_loses(
 
     clock = Clock(eager=lambda rows: 3.0, replayed=lambda rows: 2.0)
     monkeypatch.setattr(start, "Device", clock)
-    backend = watched_backend([], out_of_memory((FULL_LAYER, 320)))
-    server = servers.own({DECODER_REPLAY_CAP: "128"}, make_backend=backend)
-    assert server.bank(FULL_LAYER).buckets == (64, 128, 256)
+    backend = watched_backend([], out_of_memory((FULL_LAYER, 192)))
+    server = servers.own(AUTOMATIC, make_backend=backend, chunked_prefill_size=192)
+    assert server.bank(FULL_LAYER).buckets == (64, 128)
     assert server.log.having("capture-failed") == []
-    serves(server, {"a": 256})
+    serves(server, {"a": 128})
 
 
 def test_a_cap_that_somebody_set_is_not_tried(
@@ -239,144 +237,6 @@ def test_a_cap_that_somebody_set_is_not_tried(
 
     clock = Clock(eager=lambda rows: 1.0, replayed=lambda rows: 2.0)
     monkeypatch.setattr(start, "Device", clock)
-    server = servers.own(SMALL)
-    assert server.bank(FULL_LAYER).buckets == (64, 128, 256)
-    assert clock.raced == []
-
-
-# Switches
-
-
-def test_late_layers_left_to_the_engine(servers: Servers) -> None:
     server = servers.own({FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "0"})
-    assert server.bank(DECODER_REPLAY) is None
-    late = server.model.late_layer_start
-    ran = layers_run(server, {"a": 60}, {"a": 33, "b": 2})
-    assert ran == [*range(late, len(server.model.layers))] * 2
-    assert server.served.fallbacks == {}
-
-
-def test_full_width_layers_left_to_the_engine(servers: Servers) -> None:
-    server = servers.own({FULL_LAYER_CAP: "0", DECODER_REPLAY_CAP: "128"})
-    assert server.bank(FULL_LAYER) is None
-    assert layers_run(server, {"a": 60}, {"a": 33, "b": 2}) == [*range(server.model.late_layer_start)] * 2
-    assert server.served.fallbacks == {}
-
-
-def test_both_off_is_the_engine_alone(servers: Servers) -> None:
-    server = servers.own({FULL_LAYER_CAP: "0", DECODER_REPLAY_CAP: "0"})
-    assert server.log.having("captured bank=total", "graphs=0 ")
-    assert layers_run(server, {"a": 60}) == [*range(len(server.model.layers))]
-    assert server.served.fallbacks == {}
-
-
-def layers_run(server: Server, *steps: dict[str, int]) -> list[int]:
-    """Layers that steps with the plugin run in Python; each step is compared."""
-    story, ran = Story(server, Judge.of(server)), []
-    story.judge.quiet = True
-    handles = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, *_: ran.append(module.layer_id) if server.served.ready else None
-        )
-        for layer in server.model.layers
-    ]
-    try:
-        for step in steps:
-            story.step(step)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return ran
-
-
-def test_debug_replays_are_equal(servers: Servers) -> None:
-    server = servers.own(SMALL | {"SGLANG_DSV4_DECODER_REPLAY_GRAPH_DEBUG": "1"})
-    serves(server, {"a": 61}, {"a": 40, "b": 88}, {"c": 256})
-
-
-def test_debug_names_the_break_that_failed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_dsv4_graphs.bank.backend import ReplayFault
-
-    server = servers.own(ONE_BUCKET | {"SGLANG_DSV4_DECODER_REPLAY_GRAPH_DEBUG": "1"})
-    story = Story(server, Judge.of(server))
-    forward = server.runner.attn_backend.forward
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["layer"].layer_id == 1:
-            raise ZeroDivisionError("an attention that fails")
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(server.runner.attn_backend, "forward", failing)
-    with pytest.raises(ReplayFault, match=r"in break 1 .*store_and_attention.*an attention that fails") as raised:
-        server.runner.forward(story.batch({"a": 40}))
-    assert (raised.value.part, raised.value.index) == ("break", 1)
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-
-
-# Shadow mode
-
-
-def count_eager_runs(server: Server) -> dict[str, int]:
-    counts = dict.fromkeys((FULL_LAYER, DECODER_REPLAY), 0)
-    for name in counts:
-        bank = server.bank(name)
-        run = bank.run_eagerly
-
-        def counted(*args: Any, _name: str = name, _run: Any = run) -> Any:
-            counts[_name] += 1
-            return _run(*args)
-
-        bank.run_eagerly = counted
-    return counts
-
-
-def compares(server: Server, name: str) -> bool:
-    """0.5.22's late range starts behind its index source and cannot be run twice."""
-    model = server.model
-    return name == FULL_LAYER or model.late_layer_start in model.config.index_source_layer_ids
-
-
-def test_shadow_compares_that_many_steps_of_each_bank(servers: Servers) -> None:
-    """Steps of requests: the rehearsal is none."""
-    server = servers.own(SMALL | {"SGLANG_DSV4_GRAPHS_SHADOW": "3"})
-    counts = count_eager_runs(server)
-    story = Story(server, Judge.of(server))
-    story.judge.quiet = True
-    for step in ({"a": 61}, {"a": 5}, {"b": 3, "c": 128}):
-        story.step(step)
-    # Not the step behind an odd prefix: run twice, it would pair a token with itself.
-    late = compares(server, DECODER_REPLAY)
-    assert counts == {FULL_LAYER: 2, DECODER_REPLAY: 2 * late}
-    assert server.log.having("compared=") == []
-    story.step({"c": 100})
-    assert counts == {FULL_LAYER: 3, DECODER_REPLAY: 3 * late}
-    for name in filter(partial(compares, server), counts):
-        assert server.log.having(f"shadow bank={name} compared=3 differed=0")
-    story.step({"d": 40})
-    assert counts == {FULL_LAYER: 3, DECODER_REPLAY: 3 * late}
-    assert server.log.having("largest_difference") == []
-
-
-@pytest.mark.parametrize("name", [FULL_LAYER, DECODER_REPLAY])
-def test_shadow_tells_of_a_wrong_replay_and_serves_the_eager_rows(servers: Servers, name: str) -> None:
-    server = servers.own(ONE_BUCKET | {"SGLANG_DSV4_GRAPHS_SHADOW": "2"})
-    if not compares(server, name):
-        assert server.log.having(f"shadow bank={name} skipped=")
-        return
-    bank = server.bank(name)
-    replay = bank.replay
-
-    def wrong(*args: Any) -> Any:
-        outputs = replay(*args)
-        outputs.residual[3] += 1
-        return outputs
-
-    bank.replay = wrong
-    batch = Story(server, Judge.of(server)).batch({"a": 40})
-    right = server.eager_tail(batch)
-    tail = server.runner.forward(batch).tail
-    (line,) = server.log.having("largest_difference")
-    assert line.startswith(
-        f"dsv4-graphs: shadow rank=0 bank={name} bucket={bank.buckets[0]} rows=40 largest_difference=1"
-    )
-    assert float((tail - right).abs().max()) < 1e-4
+    assert server.bank(FULL_LAYER).buckets == (64, 128)
+    assert clock.raced == []

@@ -1,0 +1,37 @@
+"""Dummy steps that reach a bank's range with real rows; what happens to them there is the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.served import ServedModel, Step
+from sglang_dsv4_graphs.bank.views import Takeover
+
+# What happens to a bank's rows in a dummy step: (live rows, batch) -> outputs.
+Visit = Callable[[RangeInputs, Any], RangeOutputs]
+
+
+def visitor(served: ServedModel, bank: Bank, visit: Visit) -> Callable[[Step], list[Takeover]]:
+    """Takeovers of a step that runs ``visit`` in place of ``bank``'s range, and little after it."""
+    model = served.model
+    first, last = bank.layers.first, bank.layers.last
+    overrides: dict[str, Any] = {"decoder_replay_tail": None}
+    if last < model.end_layer and not model.dspark_layers_to_capture:
+        # Nobody needs the rest of the model; with DSpark the step must collect every layer it promised.
+        overrides |= {"end_layer": last, "late_layer_start": None}
+
+    def takeovers(step: Step) -> list[Takeover]:
+        def run(state: Any, positions: Any, input_ids: Any, step_batch: Any) -> Any:
+            outputs = visit(step.inputs(first, last, state, positions, input_ids), step_batch)
+            if outputs.aux is not None:
+                # Only rows of the tail go on to the draft; a late range has no others.
+                tail = step.tail if first == model.start_layer else None
+                served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), tail)
+            return served.engine.HcState(outputs.residual, outputs.pre)
+
+        return [Takeover(first, last, run, overrides)]
+
+    return takeovers

@@ -1,0 +1,177 @@
+"""CUDA captures of several ranks: wherever one fails, all leave the engine's scopes alike and its group still works.
+
+The engine's classes are stood in for: what counts here is when the ranks meet. As with the engine's own communicators,
+leaving the capture scope is a collective on the engine's CPU group, which has no bound on its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sglang_dsv4_graphs.bank.backend import CaptureError  # noqa: E402
+from sglang_dsv4_graphs.bank.cuda import CudaGraphBackend  # noqa: E402
+from sglang_dsv4_graphs.bank.ranks import Ranks  # noqa: E402
+from tests.bank.processes import a_group, run_ranks  # noqa: E402
+
+BREAKS = 3
+
+
+class Engine:
+    """Breakable captures as a list of what happened; ``group`` is the engine's own, None for one rank."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.done: list[str] = []
+        self.capture: Any = None
+        self.BreakableCUDAGraph = lambda: SimpleNamespace(_segments=[], _break_fns=[])
+
+    def set_graph_pool_id(self, pool: Any) -> None:
+        self.done.append(f"pool {pool}")
+
+    def forget_graph_inputs(self) -> None:
+        self.done.append("forgotten")
+
+    def pool_capture_scope(self) -> Any:
+        return nullcontext()
+
+    @contextmanager
+    def graph_capture(self, stream: Any) -> Iterator[Any]:
+        import torch.distributed as dist
+
+        try:
+            yield SimpleNamespace(stream=stream)
+        finally:
+            self.done.append("registered")
+            if self.group is not None:
+                dist.barrier(group=self.group)
+
+    @contextmanager
+    def BreakableCUDAGraphCapture(self, *, cuda_graph: Any, pool: Any, stream: Any, barrier_fn: Any) -> Iterator[None]:
+        self.capture = SimpleNamespace(graph=cuda_graph, barrier=barrier_fn, open=True)
+        try:
+            yield
+        finally:
+            self._end_segment()
+            self.capture = None
+
+    def _end_segment(self) -> None:
+        # As the engine's: a break that raised has closed its segment already.
+        assert self.capture.open
+        self.capture.graph._segments.append(object())
+        self.capture.open = False
+
+    def break_out(self, call: Any) -> None:
+        if self.capture is None:
+            return call()
+        self._end_segment()
+        self.capture.barrier()
+        call()
+        self.capture.graph._break_fns.append(call)
+        self.capture.open = True
+        return None
+
+
+class Body:
+    """A range with three breaks that fails at ``at``: (run, segment or break)."""
+
+    def __init__(self, engine: Engine, at: str | None = None) -> None:
+        self.engine, self.at, self.run = engine, at, 0
+
+    def _reach(self, place: str) -> None:
+        if f"{self.run} {place}" == self.at:
+            raise torch.OutOfMemoryError(f"no room at {self.at}")
+
+    def __call__(self) -> list[Any]:
+        self.run += 1
+        for i in range(BREAKS):
+            self._reach(f"segment {i}")
+            self.engine.break_out(lambda i=i: self._reach(f"break {i}"))
+        self._reach(f"segment {BREAKS}")
+        return [torch.ones(1)]
+
+
+# The first run is the warm-up, the second one is recorded.
+PLACES = ["1 segment 0", "1 break 1", "2 segment 0", "2 segment 2", "2 break 2", f"2 segment {BREAKS}"]
+
+
+@contextmanager
+def no_gpu() -> Iterator[None]:
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    with patch.object(torch.cuda, "synchronize"), patch.object(torch.cuda, "current_stream", lambda: stream):
+        yield
+
+
+def record(engine: Engine, ranks: Ranks, at: str | None) -> Any:
+    with no_gpu():
+        backend = CudaGraphBackend(engine, pool="pool", stream="stream", ranks=ranks)  # type: ignore[arg-type]
+        return backend.record(Body(engine, at), warmups=1)
+
+
+def test_one_rank_records_segments_and_breaks() -> None:
+    engine = Engine()
+    recording = record(engine, Ranks(0, 1), None)
+    assert (recording.segments, recording.breaks) == (BREAKS + 1, BREAKS)
+    assert engine.done == ["pool pool", "registered"]
+
+
+@pytest.mark.parametrize("at", PLACES)
+def test_the_reason_is_what_the_body_raised(at: str) -> None:
+    """Closing a capture in whose break something failed raises an empty assertion over it."""
+    engine = Engine()
+    with pytest.raises(CaptureError, match=f"^OutOfMemoryError: no room at {at}$") as caught:
+        record(engine, Ranks(0, 1), at)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    # What it left of the communicators' inputs must not be registered with the next capture's.
+    assert engine.done == ["pool pool", "registered", "forgotten"]
+
+
+def wherever_one_fails(rank: int, size: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    group = dist.new_group(list(range(size)))
+    ranks = Ranks(rank, size, a_group(size), timedelta(seconds=20))
+    found: dict[str, Any] = {}
+
+    def capture(name: str, at: str | None, before: bool = False) -> None:
+        engine = Engine(group)
+
+        def attempt() -> None:
+            if before:
+                raise ValueError("no dummy step")
+            record(engine, ranks, at)
+
+        failure = ranks.together(name, attempt)
+        found[name] = (str(failure) if failure else "", engine.done)
+
+    for culprit in range(size):
+        for at in PLACES:
+            capture(f"{culprit} {at}", at if rank == culprit else None)
+        capture(f"{culprit} before", None, before=rank == culprit)
+    capture("fine", None)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return found | {"engine": total.item()}
+
+
+def test_wherever_one_rank_fails_all_leave_alike(tmp_path: Any) -> None:
+    found = run_ranks(2, wherever_one_fails, tmp_path)
+    for culprit in (0, 1):
+        for at in PLACES:
+            name = f"{culprit} {at}"
+            for of in found:
+                assert of[name][0] == f"rank {culprit}: OutOfMemoryError: no room at {at}"
+                assert of[name][1] == ["pool pool", "registered", "forgotten"]
+        # None enters the engine's scope: leaving it would wait for the one that never came.
+        assert found[1 - culprit][f"{culprit} before"] == (f"rank {culprit}: ValueError: no dummy step", ["forgotten"])
+    for of in found:
+        assert of["fine"] == ("", ["pool pool", "registered"])
+        assert of["engine"] == 2.0
