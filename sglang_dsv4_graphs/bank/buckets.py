@@ -68,8 +68,12 @@ REHEARSED = (128, 1024)
 
 
 def rehearsal_rows(buckets: Sequence[int], most_rows: int) -> tuple[int, ...]:
-    """Rows of the steps that a server runs before its first request: of each kind that it replays, at most ``most_rows``
-    tokens. ``buckets`` are all captured ones; without any, the smallest kind."""
+    """Rows of the steps that a server runs before its first request: one of each kind that it replays.
+
+    Args:
+        buckets: all captured buckets; without any, only the smallest kind remains.
+        most_rows: the most tokens that dummy requests can hold.
+    """
     largest = max(buckets, default=0)
     kinds = {REHEARSED[0], *(rows for rows in (*REHEARSED, largest) if 0 < rows <= largest)}
     return tuple(sorted({min(rows, most_rows) for rows in kinds}))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dsv4_graphs.bank.buckets import bucket_for, decoder_replay_buckets, dummy_lengths, full_layer_buckets
+from sglang_dsv4_graphs.bank.buckets import (
+    bucket_for,
+    decoder_replay_buckets,
+    dummy_lengths,
+    full_layer_buckets,
+    rehearsal_rows,
+)
 
 MANY = 10**9
 
