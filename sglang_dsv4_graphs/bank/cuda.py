@@ -71,8 +71,10 @@ class CudaGraphBackend(GraphBackend):
 
     name = "cuda"
 
-    def __init__(self, engine: Engine, *, pool: Any, stream: Any, ranks: Ranks) -> None:
+    def __init__(self, engine: Engine, *, pool: Any, stream: Any, ranks: Ranks, shared: bool = False) -> None:
+        """``shared``: others capture into ``pool`` too, before or after us."""
         self._engine = engine
+        self._shared = shared
         self._pool = pool
         self._stream = stream
         self._ranks = ranks
@@ -89,6 +91,8 @@ class CudaGraphBackend(GraphBackend):
         engine = self._engine
         noted = _Noted(body)
         try:
+            if self._shared:
+                hold_pool(self._pool, self._stream)
             self._ranks.rendezvous()
             with engine.graph_capture(stream=self._stream) as context, self._ranks.telling():
                 with noted.reasons():
@@ -117,6 +121,25 @@ class CudaGraphBackend(GraphBackend):
             ),
         ):
             return graph, body()
+
+
+# Graphs that keep a shared pool in use, by pool; for the life of the process.
+_HELD: dict[Any, torch.cuda.CUDAGraph] = {}
+
+
+def hold_pool(pool: Any, stream: Any) -> None:
+    """Keep ``pool`` in use for good, by a graph of one small kernel.
+
+    A pool whose last graph is destroyed cannot be captured into again (torch 2.14: an assertion in the host
+    allocator), and the engine captures its own tail graphs into the global pool when ours have been retired.
+    """
+    if pool in _HELD:
+        return
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device="cuda")
+    _HELD[pool] = graph
 
 
 class _Noted:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,20 +17,20 @@ SLOT_BYTES = PAYLOAD_BYTES + SCALE_BYTES
 # Step-sized numbers and pointers into the middle of a tensor must not make new variants: each would be compiled inside
 # a request.
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lens", "slots", "starts"])
-def _select_visible(
-    raw: Any,
-    page: Any,
-    lens: Any,
-    slots: Any,
-    starts: Any,
-    rows: Any,
-    width: Any,
-    raw_stride: Any,
-    page_stride: Any,
+def _select_visible(  # type: ignore[no-untyped-def]
+    raw,
+    page,
+    lens,
+    slots,
+    starts,
+    rows,
+    width,
+    raw_stride,
+    page_stride,
     HAS_PAGE: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -76,17 +74,17 @@ def select_visible(
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
-def _dequantize_index_keys(
-    table: Any,
-    slots: Any,
-    out: Any,
-    count: Any,
-    page_bytes: Any,
+def _dequantize_index_keys(  # type: ignore[no-untyped-def]
+    table,
+    slots,
+    out,
+    count,
+    page_bytes,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     PAYLOAD: tl.constexpr,
     SCALES: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, DIM)
     live = row < count

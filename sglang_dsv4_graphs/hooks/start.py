@@ -112,4 +112,5 @@ def make_backend(engine: Engine, served: ServedModel, runner: Any, manager: plug
         pool, stream = engine.global_graph_pool(torch.cuda), engine.global_capture_stream()
     else:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    return CudaGraphBackend(engine, pool=pool, stream=stream, ranks=served.ranks)
+    shared = bool(served.settings.global_pool)
+    return CudaGraphBackend(engine, pool=pool, stream=stream, ranks=served.ranks, shared=shared)

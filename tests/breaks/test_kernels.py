@@ -62,3 +62,33 @@ def test_kernel_equals_torch(script):
     done = subprocess.run([sys.executable, "-c", script], env=environ, text=True, capture_output=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "same"
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_dsv4_graphs.breaks import kernels
+TYPES = {"raw": "*i32", "page": "*i32", "lens": "*i64", "starts": "*i64", "table": "*u8", "slots": "*i64", "out": "*bf16"}
+
+def compiled(kernel, **constants):
+    types = {n: "constexpr" if n.isupper() else TYPES.get(n, "i32") for n in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+for page in (True, False):
+    for starts in (True, False):
+        assert ".entry" in compiled(kernels._select_visible, HAS_PAGE=page, HAS_STARTS=starts, BLOCK=512)
+assert ".entry" in compiled(kernels._dequantize_index_keys, PAGE=64, DIM=128, PAYLOAD=64, SCALES=4)
+print("compiled")
+"""
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    """The interpreter accepts Python that the compiler refuses."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    environ = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environ, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "compiled"

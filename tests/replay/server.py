@@ -69,8 +69,10 @@ class Server:
         return self.manager.get_plugin(name).bank(self.served)
 
     def kept(self) -> dict[str, Any]:
-        """The tensors that steps keep for later steps, by name."""
-        named = dict(self.runner.token_to_kv_pool._buffers())
+        """The tensors that steps keep for later steps, by name; of the window's pools without the padding slot 0,
+        which takes the K of padding rows and is read by nobody."""
+        buffers = self.runner.token_to_kv_pool._buffers()
+        named = {name: t[1:] if name.startswith("swa.") else t for name, t in buffers.items()}
         if self.model.engram_hasher is not None:
             named["engram_history"] = self.model.engram_hasher.history
         return named
