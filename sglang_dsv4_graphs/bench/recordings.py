@@ -16,10 +16,11 @@ KINDS = {
     "_run_store_and_attention": "K store and attention",
     "_run_attention": "attention",
     "_store_live_rows": "K store",
-    "bcg_deepseek_v4_attention_with_output": "attention",
-    "bcg_deepseek_v4_low_ratio_sources": "low-ratio sources",
-    "bcg_tail_kv_store": "K store",
+    "deepseek_v4_attention_with_output": "attention",
+    "deepseek_v4_low_ratio_sources": "low-ratio sources",
+    "tail_kv_store": "K store",
 }
+_ENGINE_PREFIX = "bcg_"
 MERGED = "_run_store_and_attention"
 # A break of ours that calls what it is given: its first argument is the function that tells of it.
 _PASSES_ON = "_call"
@@ -74,7 +75,7 @@ def break_calls(recording: Any) -> list[Call]:
 
 def break_kind(call: Call) -> str:
     """What a break does, in words: from the function that its replay closure holds."""
-    name = _name(_called(call))
+    name = _name(_called(call)).removeprefix(_ENGINE_PREFIX)
     return KINDS.get(name, name)
 
 

@@ -1,12 +1,12 @@
 """A stand-in for the engine package, small enough for CI and sensitive to what a benchmark could get wrong.
 
 Its answers depend on the prompt, on what it answered before (a cached prompt is quick), and on whether the plugin is
-on; its agent is the real one, on a runner that the fake steps through. Written into a folder as the module ``sglang``.
+on; its agent is the real one, on a runner that the fake steps through. Written into a folder as the package ``sglang``.
 """
 
 from __future__ import annotations
 
-SOURCE = '''
+_ENGINE = '''
 import gzip, hashlib, json, os, time
 from collections import Counter
 from pathlib import Path
@@ -84,7 +84,6 @@ class Engine:
         prefix = json.dumps(ids[:16384]) if len(ids) > 16384 else None
         cached = len(ids) - 1 if key in self.seen else 16384 if prefix in self.seen else 0
         self.seen |= {key, json.dumps(ids)} if len(ids) == 16384 else {key}
-        how = "eager" if key in self.seen and cached == len(ids) - 1 else None
         how = self.runner.forward(SimpleNamespace(forward_mode=Mode(), input_ids=Rows(ids)))
         # The first three tokens are the prompt's; from then on a replay goes its own way.
         first = int(key[:6], 16)
@@ -110,3 +109,38 @@ class Engine:
     def shutdown(self):
         print("fake engine is down", flush=True)
 '''
+
+_LAUNCH_SERVER = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+if os.environ.get("FAKE_FAULT") == "no server":
+    sys.exit("no such flag, says the fake")
+flags = sys.argv[1:]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"flags": flags, "plugin": os.environ["SGLANG_DSV4_GRAPHS"]}).encode())
+
+
+HTTPServer(("127.0.0.1", int(flags[flags.index("--port") + 1])), Handler).serve_forever()
+"""
+
+_BENCH_SERVING = """
+import json, sys, urllib.request
+from pathlib import Path
+
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+with urllib.request.urlopen(f"http://127.0.0.1:{given['--port']}/") as answer:
+    served = json.load(answer)
+assert served["flags"][served["flags"].index("--tokenizer-path") + 1] == given["--tokenizer"]
+assert len(json.loads((Path(given["--tokenizer"]) / "tokenizer.json").read_text())["model"]["vocab"]) == 129280
+fast = served["plugin"] == "1"
+row = {"completed": int(given["--num-prompts"]), "request_throughput": 20.0 if fast else 10.0, "p99_ttft_ms": 5}
+Path(given["--output-file"]).write_text(json.dumps(row) + "\\n")
+"""
+
+MODULES = {"__init__": _ENGINE, "launch_server": _LAUNCH_SERVER, "bench_serving": _BENCH_SERVING}
