@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_dsv4_graphs.bench.errors import BenchError
+
 Row = dict[str, Any]
 # Names of the lines, in the order of the table.
 REQUEST = "request path (client to scheduler and back)"
@@ -32,6 +34,9 @@ def reduce_steps(measured: Row) -> list[Row]:
 
     Args:
         measured: ``steps`` as the timers wrote them, ``ttft_ms`` of the client (absent: no request path), ``timer_us``.
+
+    Raises:
+        BenchError: a bank took part and not one of its segments was timed.
     """
     steps = [_Spent(step["spent"]) for step in measured["steps"]]
     if not steps:
@@ -54,6 +59,8 @@ def reduce_steps(measured: Row) -> list[Row]:
     in_banks = [sum(s.us(p, b) for b in banks for p in ("guard", "range", "hand-off")) for s in steps]
     add(LOOP, [(1, s.us("loop") - inside) for s, inside in zip(steps, in_banks, strict=True)])
     for bank in banks:
+        if not any(s.us("segments", bank) for s in steps):
+            raise BenchError(f"the timers met no segment of bank {bank}: its recordings keep them elsewhere")
         add(GUARD, [s.of("guard", bank) for s in steps], bank)
         add(COPY_IN, [s.of("copy-in", bank) for s in steps], bank)
         add(SEGMENTS, [s.of("segments", bank) for s in steps], bank)

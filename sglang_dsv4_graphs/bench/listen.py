@@ -164,7 +164,7 @@ class Listener:
         """After the next extend forward: replay against eager, every bank."""
         from sglang_dsv4_graphs.bench.checks import check_banks
 
-        self._arm(lambda forward: (forward(), check_banks(self._startup, Path(into), rows))[1])
+        self._arm(lambda forward: (forward(), check_banks(self._startup, Path(self._own(into)), rows))[1])
 
     def order_profile_start(self) -> None:
         """Profile the serving thread from the next extend forward on."""
@@ -201,11 +201,17 @@ class Listener:
             return {"value": value}
         import pstats
 
+        into = self._own(into)
         with open(into, "w") as f:
             stats = pstats.Stats(value, stream=f)
             stats.sort_stats("tottime").print_stats(70)
             stats.sort_stats("cumtime").print_stats(90)
         return {"value": into}
+
+    def _own(self, path: str) -> str:
+        """``path`` for rank 0, another one beside it for every other rank: all of them write."""
+        rank = self._served.log.rank
+        return path if rank == 0 else f"{path}.rank{rank}"
 
     def _arm(self, work: Work) -> None:
         if self._timers is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from typing import Any
 
 GIB = 1024.0
@@ -15,14 +16,11 @@ def used_gib(device: int = 0) -> float | None:
     rows = _nvidia_smi("memory.used")
     if rows and device < len(rows):
         return round(float(rows[device]) / GIB, 3)
-    try:
-        import torch
-
-        if not torch.cuda.is_available():
-            return None
-        free, total = torch.cuda.mem_get_info(device)
-    except (ImportError, RuntimeError):
+    # The engine has imported it; it is not worth seconds where there is none.
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
         return None
+    free, total = torch.cuda.mem_get_info(device)
     return round((total - free) / 2**30, 3)
 
 

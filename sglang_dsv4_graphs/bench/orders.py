@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import tempfile
 import time
@@ -18,7 +19,8 @@ ANSWER_S = 30.0
 
 def new_socket_path() -> str:
     """A path for sockets: short (the system allows some hundred bytes), in a folder that only this user may enter."""
-    return str(Path(tempfile.mkdtemp(prefix="dsv4b_")) / "agent")
+    short = "/tmp" if os.path.isdir("/tmp") else None
+    return str(Path(tempfile.mkdtemp(prefix="dsv4b_", dir=short)) / "agent")
 
 
 def rank_path(path: str, rank: int) -> str:

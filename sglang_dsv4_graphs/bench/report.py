@@ -71,10 +71,9 @@ def breakdown_table(row: Result) -> str:
     ]
     if row.get("gpu_busy_us") is not None:
         lines.append(["GPU busy in an equal step", "", "", _number(row["gpu_busy_us"]), ""])
-    return (
-        f"{row['tokens']} tokens, medians of {len(row['steps'])} steps; a timer costs {row['timer_us']} us\n"
-        + align(titles, lines, left=2)
-    )
+    title = f"{row['tokens']} tokens, medians of {len(row['steps'])} steps; a timer costs {row['timer_us']} us"
+    notes = [row["note"]] if "note" in row else []
+    return "\n".join([title, *notes, align(titles, lines, left=2)])
 
 
 def decode_table(rows: Sequence[Result]) -> str:

@@ -66,11 +66,15 @@ class Session:
         self.result["first_requests_ms"] = first
         self.save()
         say(f"up in {self.server.startup_s:.1f} s, first request {first[0]:.1f} ms")
+        self.warm("warm")
+
+    def warm(self, seed: str) -> None:
+        """Each kind of request once, unmeasured; the seed must be new in this process."""
         if self.job.warm:
             # A full chunk compiles kernels, and the engine captures its own tail graphs behind one.
-            self.server.ask([tokens(self.job.warm, "warm")])
+            self.server.ask([tokens(self.job.warm, seed)])
             for case in self.cases:
-                self.server.ask(case.prompts("warm"))
+                self.server.ask(case.prompts(seed))
 
     def fill_cache(self) -> None:
         """Put the prefix that hits share into the radix cache."""
@@ -102,6 +106,8 @@ def toggle(session: Session) -> None:
     """Every case with the banks on and off in turn, then outputs compared, in this one process."""
     job, server = session.job, session.server
     session.fill_cache()
+    session.order("off")
+    session.warm("warm, banks off")
     for case in session.cases:
         times: dict[str, list[float]] = {"on": [], "off": []}
         cached = []
@@ -199,6 +205,7 @@ def breakdown(session: Session) -> None:
     job, server = session.job, session.server
     session.order("on")
     for n in job.lengths:
+        server.ask([tokens(n, ("warm", n))])
         session.order("breakdown-start")
         times = [server.ask([tokens(n, ("breakdown", n, i))]).ms for i in range(job.requests)]
         taken = session.order("breakdown-stop")
@@ -208,6 +215,8 @@ def breakdown(session: Session) -> None:
         busy = session.order("result", answer_s=120)["value"]
         row = {"tokens": n, "ttft_ms": times, "ttft_without_timers_ms": plain, "gpu_busy_us": busy} | taken
         row["parts"] = reduce_steps(row)
+        if len(taken["steps"]) != job.requests:
+            row["note"] = f"{len(taken['steps'])} steps for {job.requests} requests: no request path"
         session.add("breakdown", row)
         say(f"breakdown of {n} tokens: {len(taken['steps'])} steps")
 

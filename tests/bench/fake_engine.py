@@ -1,20 +1,27 @@
 """A stand-in for the engine package, small enough for CI and sensitive to what a benchmark could get wrong.
 
 Its answers depend on the prompt, on what it answered before (a cached prompt is quick), and on whether the plugin is
-on; its agent is the real one, on a runner that the fake steps through. Written into a folder as the package ``sglang``.
+on; its agent is the real one, on a runner that the fake steps through. Its process's clock moves only when it says
+so, so that times are the same on a busy machine. Written into a folder as the package ``sglang``.
 """
 
 from __future__ import annotations
 
 _ENGINE = '''
-import gzip, hashlib, json, os, time
+import gzip, hashlib, json, os, signal, subprocess, sys, time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 __version__ = "0.5.23"
 ON = os.environ.get("SGLANG_DSV4_GRAPHS") == "1"
-PREFIXES = set()
+now = [0]
+time.perf_counter_ns = lambda: now[0]
+time.perf_counter = lambda: now[0] / 1e9
+
+
+def spend(ms):
+    now[0] += round(ms * 1e6)
 
 
 class Mode:
@@ -27,7 +34,7 @@ class Runner:
 
     def __init__(self, served):
         self.served = served
-        self.attn_backend = SimpleNamespace(init_forward_metadata=lambda batch: time.sleep(0.0002))
+        self.attn_backend = SimpleNamespace(init_forward_metadata=lambda batch: spend(0.25))
 
     def forward(self, batch):
         self.attn_backend.init_forward_metadata(batch)
@@ -45,7 +52,7 @@ class Served:
 
     def run_loop(self, batch):
         self.replays["full-layer", 128] += self.ready
-        time.sleep(0.002 if self.ready else 0.012)
+        spend(2 if self.ready else 12)
         return "replayed" if self.ready else "eager"
 
 
@@ -59,7 +66,9 @@ class Engine:
         fault = os.environ.get("FAKE_FAULT")
         if fault == "start" and ON:
             raise RuntimeError("out of memory, says the fake")
+        spend(3000)
         self.seen = set()
+        self.asked = 0
         self.fault = fault
         self.served = Served()
         self.runner = Runner(self.served)
@@ -75,8 +84,12 @@ class Engine:
             agent.dsv4_graphs_startup(SimpleNamespace(served=self.served, dummies=dummies, banks=[]))
 
     def generate(self, input_ids, sampling_params, **logprobs):
-        if self.fault == "hang" and len(self.seen) > 12:
-            time.sleep(600)
+        self.asked += 1
+        if self.fault == "killed" and self.asked > 14:
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *sys.argv])
+            os.kill(os.getpid(), signal.SIGKILL)
+        # The way there and back; every third request takes longer.
+        spend(1 if self.asked % 3 else 1.5)
         return [self.answer(ids, sampling_params["max_new_tokens"], logprobs) for ids in input_ids]
 
     def answer(self, ids, new_tokens, logprobs):

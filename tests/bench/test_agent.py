@@ -11,22 +11,21 @@ import pytest
 
 from sglang_dsv4_graphs.bench import agent
 from sglang_dsv4_graphs.bench.errors import BenchError
-from sglang_dsv4_graphs.bench.orders import SOCKET_ENV, Agents, new_socket_path
+from sglang_dsv4_graphs.bench.orders import SOCKET_ENV, Agents
 from tests.replay.server import DECODER_REPLAY, FULL_LAYER, Server, Servers
 
 pytestmark = [pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(server_path: str) -> Iterator[Server]:
     pytest.importorskip("torch")
-    path = new_socket_path()
     with pytest.MonkeyPatch.context() as patch, Servers() as servers:
-        patch.setenv(SOCKET_ENV, path)
+        patch.setenv(SOCKET_ENV, server_path)
         patch.setattr("sglang_dsv4_graphs.bench.checks.CHURN", 12)
         patch.setattr("sglang_dsv4_graphs.bench.checks._GARBAGE_MIB", 2)
         found = servers.own(extensions=[agent])
-        found.agents = Agents(path)
+        found.agents = Agents(server_path)
         yield found
 
 
@@ -191,14 +190,13 @@ def test_an_order_that_fails_does_not_end_the_step(
         server.agents.order("result")
 
 
-def test_shutting_down_closes_the_socket_and_takes_timers_away() -> None:
+def test_shutting_down_closes_the_socket_and_takes_timers_away(socket_path: str) -> None:
     pytest.importorskip("torch")
-    path = new_socket_path()
     with pytest.MonkeyPatch.context() as patch, Servers() as servers:
-        patch.setenv(SOCKET_ENV, path)
+        patch.setenv(SOCKET_ENV, socket_path)
         server = servers.own(extensions=[agent])
-        Agents(path).order("breakdown-start")
+        Agents(socket_path).order("breakdown-start")
         server.installation.undo()
         assert "forward" not in vars(server.runner)
         with pytest.raises(BenchError, match="no agent listens"):
-            Agents(path).order("on")
+            Agents(socket_path).order("on")

@@ -15,6 +15,7 @@ from sglang_dsv4_graphs.bench import command
 from tests.bench.site import bench, make_site
 
 pytest.importorskip("torch")
+EAGER = {"median": 13.25, "p99": 13.75, "samples": 6, "round_medians": [13.25, 13.25], "times_faster": 1.0}
 COLD = [64, 128, 256, 1000, 2048, 4096, 8192]
 
 
@@ -65,7 +66,6 @@ def test_samples_are_raw_and_summed_up_over_rounds(measured: tuple[Path, str]) -
     for name, row in record["summary"].items():
         assert list(row) == ["eager", "plugin"]
         # The unmeasured process is not among them.
-        assert [v["samples"] for v in row.values()] == [6, 6]
         # A step takes the fake 12 ms eagerly and 2 ms replayed.
         assert row["eager"]["median"] > 10
         assert row["plugin"]["times_faster"] == pytest.approx(
@@ -88,7 +88,7 @@ def test_what_a_server_took_is_kept(measured: tuple[Path, str]) -> None:
     assert plugin["captured"][0]["rows"] == "64..128"
     assert eager["captured"] == []
     assert len(plugin["first_requests_ms"]) == 8
-    assert plugin["startup_s"] >= 0
+    assert plugin["startup_s"] == 3.0
     assert "gib_after_startup" in plugin
     # Kernels of 3 and 2 ms overlap by one; the copy adds half, what the CPU did adds nothing.
     assert plugin["gpu_busy_ms"] == {"cold 128": 4.5, "cold 1000": 4.5}
@@ -138,7 +138,7 @@ def test_toggle_compares_within_one_process(site: Path, tmp_path: Path) -> None:
         assert max(case["modes"]["on"]) < min(case["modes"]["off"])
         # Each mode had prompts of its own.
         assert case["cached"] == [0, 0, 0, 0]
-    # Startup, warm-up and half of the measured steps replayed; decoding came later.
+    # The first requests, half of the warm-up and half of the measured steps replayed; decoding came later.
     warm_up = 8 + 1 + 30
     assert process["counts"]["replays"] == [["full-layer", 128, warm_up + 2 * 30]]
     row = process["decode"][0]
@@ -159,9 +159,10 @@ def test_breakdown_adds_up_to_the_client_s_time(site: Path, tmp_path: Path) -> N
     for row in rows:
         assert [s["rows"] for s in row["steps"]] == [row["tokens"]] * 3
         parts = {p["part"]: p["us"] for p in row["parts"] if not p["part"].startswith("timers")}
-        assert sum(parts.values()) == pytest.approx(sorted(row["ttft_ms"])[1] * 1e3, rel=0.2)
-        assert parts["engine's metadata"] >= 200
-        assert parts["layer loop outside the banks"] >= 2000
+        assert sum(parts.values()) == pytest.approx(sorted(row["ttft_ms"])[1] * 1e3, abs=0.1)
+        assert parts["engine's metadata"] == 250
+        assert parts["layer loop outside the banks"] == 2000
+        assert parts["request path (client to scheduler and back)"] == 1000
     assert "a timer costs" in done.stdout
 
 
@@ -185,14 +186,15 @@ def test_a_plugin_that_captured_nothing_is_no_result(site: Path, tmp_path: Path)
 
 
 def test_a_run_cut_short_keeps_what_it_has_and_leaves_no_server(site: Path, tmp_path: Path) -> None:
-    options = ["--variants", "plugin", "--cases", "cold", "--rounds", 1, "--requests", 2, "--limit", 6]
-    done = bench(site, "--out", tmp_path, *options, "--no-warm-process", FAKE_FAULT="hang")
+    options = ["--variants", "plugin", "--cases", "cold", "--rounds", 1, "--requests", 2]
+    done = bench(site, "--out", tmp_path, *options, "--no-warm-process", FAKE_FAULT="killed")
     assert done.returncode == 1
     (process,) = results(tmp_path)["processes"]
-    assert "did not end within 6 s" in process["problem"]
+    assert "ended with code -9" in process["problem"]
     assert not process["complete"]
+    # Eight first requests, a full chunk, and seven cases before the measured ones: it was killed among those.
     assert len(process["first_requests_ms"]) == 8
-    assert "cut short: did not end within 6 s" in done.stdout
+    assert "cut short: ended with code -9" in done.stdout
     assert running(str(tmp_path)) == []
 
 

@@ -19,7 +19,6 @@ def run_small(out: str) -> int:
     from sglang_dsv4_graphs.bench import cpu
     from sglang_dsv4_graphs.cli import main
 
-    cpu.LENGTHS = (40,)
     run = cpu.run
     cpu.run = lambda out, requests: run(out, requests, lengths=(40,))
     return main(["bench", "--cpu", "--requests", "2", "--out", out])

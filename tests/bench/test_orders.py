@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dsv4_graphs.bench.errors import BenchError
-from sglang_dsv4_graphs.bench.orders import SOCKET_ENV, Agents, new_socket_path, rank_path
+from sglang_dsv4_graphs.bench.orders import SOCKET_ENV, Agents, rank_path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,9 +29,9 @@ def test_asleep_it_does_nothing_and_imports_nothing() -> None:
     assert done.stdout.strip() == "[] []", done.stderr
 
 
-def test_no_agent_is_an_error_that_says_why() -> None:
+def test_no_agent_is_an_error_that_says_why(socket_path: str) -> None:
     with pytest.raises(BenchError, match=r"no agent listens on .*\.0 for 'on'.*the plugin did not capture"):
-        Agents(new_socket_path()).order("on")
+        Agents(socket_path).order("on")
 
 
 def answering(path: str, rank: int, answer: str | None) -> list[dict[str, object]]:
@@ -52,29 +52,26 @@ def answering(path: str, rank: int, answer: str | None) -> list[dict[str, object
     return orders
 
 
-def test_every_rank_gets_the_order_and_rank_0_answers() -> None:
-    path = new_socket_path()
-    orders = [answering(path, rank, json.dumps({"value": rank})) for rank in (0, 1)]
-    assert Agents(path, ranks=2).order("checks", into="x") == {"value": 0}
+def test_every_rank_gets_the_order_and_rank_0_answers(socket_path: str) -> None:
+    orders = [answering(socket_path, rank, json.dumps({"value": rank})) for rank in (0, 1)]
+    assert Agents(socket_path, ranks=2).order("checks", into="x") == {"value": 0}
     assert orders == [[{"op": "checks", "into": "x"}]] * 2
 
 
-def test_a_rank_that_refuses_is_named() -> None:
-    path = new_socket_path()
-    answering(path, 0, "{}")
-    answering(path, 1, json.dumps({"error": "ValueError: no"}))
+def test_a_rank_that_refuses_is_named(socket_path: str) -> None:
+    answering(socket_path, 0, "{}")
+    answering(socket_path, 1, json.dumps({"error": "ValueError: no"}))
     with pytest.raises(BenchError, match="the agent of rank 1 could not do 'off': ValueError: no"):
-        Agents(path, ranks=2).order("off")
+        Agents(socket_path, ranks=2).order("off")
 
 
-def test_a_server_that_ends_or_is_silent_is_told_apart() -> None:
-    path = new_socket_path()
-    answering(path, 0, None)
+def test_a_server_that_ends_or_is_silent_is_told_apart(socket_path: str) -> None:
+    answering(socket_path, 0, None)
     with pytest.raises(BenchError, match="the server ended while its agent had the order 'on'"):
-        Agents(path).order("on")
+        Agents(socket_path).order("on")
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(rank_path(path, 7))
+        silent.bind(rank_path(socket_path, 7))
         silent.listen(1)
-        os.rename(rank_path(path, 7), rank_path(path, 0))
+        os.rename(rank_path(socket_path, 7), rank_path(socket_path, 0))
         with pytest.raises(BenchError, match=r"did not answer 'on' within 0\.2 s"):
-            Agents(path).order("on", answer_s=0.2)
+            Agents(socket_path).order("on", answer_s=0.2)

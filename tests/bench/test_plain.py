@@ -6,6 +6,7 @@ import pytest
 
 from sglang_dsv4_graphs.bench import busy, cases, results, variants
 from sglang_dsv4_graphs.bench.breakdown import reduce_steps
+from sglang_dsv4_graphs.bench.errors import BenchError
 
 
 def test_prompts_repeat_for_equal_seeds_only_and_share_only_the_prefix() -> None:
@@ -95,3 +96,9 @@ def test_a_breakdown_s_parts_add_up() -> None:
     assert parts[None, "request path (client to scheduler and back)"] == (1, 600, 600)
     assert parts[None, "layer loop outside the banks"] == (1, 185, 185)
     assert reduce_steps({"steps": [], "timer_us": 1}) == []
+
+
+def test_a_breakdown_without_segments_is_no_result() -> None:
+    step = [spent("forward", 9), spent("range", 5, bank="b"), spent("break", 4, bank="b", kind="attention")]
+    with pytest.raises(BenchError, match="met no segment of bank b"):
+        reduce_steps({"steps": [{"spent": step}], "timer_us": 1})
