@@ -14,8 +14,8 @@ GIB = 1024.0
 def used_gib(device: int = 0) -> float | None:
     """GiB in use on the GPU, by every process; from nvidia-smi, else from torch, or None where there is neither."""
     rows = _nvidia_smi("memory.used")
-    if rows and device < len(rows):
-        return round(float(rows[device]) / GIB, 3)
+    if device < len(rows) and rows[device].isdecimal():  # a GPU in parts does not tell
+        return round(int(rows[device]) / GIB, 3)
     # The engine has imported it; it is not worth seconds where there is none.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():

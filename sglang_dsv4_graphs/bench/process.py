@@ -21,6 +21,8 @@ POLL_S = 0.5
 # Ended processes that nobody collects look alive: do not wait for them longer than this.
 END_S = 10
 _PR_SET_PDEATHSIG = 1
+# Loaded here: between a fork and its exec nothing should be.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ServerProcess:
@@ -37,7 +39,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=None if _LIBC is None else _end_with_parent,
             )
 
     @property
@@ -98,7 +100,8 @@ def last_lines(log: str) -> str:
 
 def _end_with_parent() -> None:
     """In the new process: be killed when whoever started it dies without a word."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def raise_on_term() -> None:

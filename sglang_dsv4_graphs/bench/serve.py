@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4_graphs.bench.breakdown import reduce_steps
 from sglang_dsv4_graphs.bench.busy import gpu_busy_ms
 from sglang_dsv4_graphs.bench.cases import PREFIX, Case, cases_of, prefix_prompt, tokens
 from sglang_dsv4_graphs.bench.engine import EngineServer
@@ -200,25 +201,32 @@ def profile(session: Session, path: str) -> None:
 
 def breakdown(session: Session) -> None:
     """Where the host time of replayed steps goes, and the GPU's time of an equal step, per prompt length."""
-    from sglang_dsv4_graphs.bench.breakdown import reduce_steps
-
-    job, server = session.job, session.server
     session.order("on")
-    for n in job.lengths:
-        server.ask([tokens(n, ("warm", n))])
-        session.order("breakdown-start")
-        times = [server.ask([tokens(n, ("breakdown", n, i))]).ms for i in range(job.requests)]
-        taken = session.order("breakdown-stop")
-        plain = [server.ask([tokens(n, ("plain", n, i))]).ms for i in range(job.requests)]
-        session.order("gpu-busy")
-        server.ask([tokens(n, ("busy", n))])
-        busy = session.order("result", answer_s=120)["value"]
-        row = {"tokens": n, "ttft_ms": times, "ttft_without_timers_ms": plain, "gpu_busy_us": busy} | taken
-        row["parts"] = reduce_steps(row)
-        if len(taken["steps"]) != job.requests:
-            row["note"] = f"{len(taken['steps'])} steps for {job.requests} requests: no request path"
+    for n in session.job.lengths:
+        row = timed_steps(session, n)
         session.add("breakdown", row)
-        say(f"breakdown of {n} tokens: {len(taken['steps'])} steps")
+        say(f"breakdown of {n} tokens: {len(row['steps'])} steps")
+    # Last: once torch's profiler has run, launches cost more for the rest of the process.
+    for row in session.result["breakdown"]:
+        session.order("gpu-busy")
+        session.server.ask([tokens(row["tokens"], ("busy", row["tokens"]))])
+        row["gpu_busy_us"] = session.order("result", answer_s=120)["value"]
+        session.save()
+
+
+def timed_steps(session: Session, n: int) -> dict[str, Any]:
+    """The breakdown of prompts of ``n`` tokens, and the client's times without timers."""
+    job, server = session.job, session.server
+    server.ask([tokens(n, ("warm", n))])
+    plain = [server.ask([tokens(n, ("plain", n, i))]).ms for i in range(job.requests)]
+    session.order("breakdown-start")
+    times = [server.ask([tokens(n, ("breakdown", n, i))]).ms for i in range(job.requests)]
+    taken = session.order("breakdown-stop")
+    row = {"tokens": n, "ttft_ms": times, "ttft_without_timers_ms": plain} | taken
+    row["parts"] = reduce_steps(row)
+    if len(taken["steps"]) != job.requests:
+        row["note"] = f"{len(taken['steps'])} steps for {job.requests} requests: no request path"
+    return row
 
 
 def checks(session: Session) -> None:

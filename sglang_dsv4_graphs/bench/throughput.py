@@ -85,7 +85,8 @@ def server_flags(arguments: dict[str, Any]) -> list[str]:
 
 def server_command(arguments: dict[str, Any], tokenizer: Path, port: int) -> list[str]:
     served = {k: v for k, v in arguments.items() if k != "skip_tokenizer_init"}
-    served |= {"tokenizer_path": str(tokenizer), "host": "127.0.0.1", "port": port}
+    # The server's own warm-up decodes, and a first decode compiles for longer than it waits; the client warms up.
+    served |= {"skip_server_warmup": True, "tokenizer_path": str(tokenizer), "host": "127.0.0.1", "port": port}
     return [sys.executable, "-m", SERVER_MODULE, *server_flags(served)]
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 
-from sglang_dsv4_graphs.bench import busy, cases, results, variants
+from sglang_dsv4_graphs.bench import busy, cases, chart, memory, results, variants
 from sglang_dsv4_graphs.bench.breakdown import reduce_steps
 from sglang_dsv4_graphs.bench.errors import BenchError
 
@@ -59,6 +63,25 @@ def test_percentiles_are_interpolated() -> None:
 def test_overlapping_work_counts_once() -> None:
     assert busy.union_us([]) == 0
     assert busy.union_us([(5, 6), (0, 3), (2, 4), (2, 3)]) == 5
+
+
+def test_a_chart_names_the_extra_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(chart, "available", lambda: False)
+    with pytest.raises(BenchError, match=r"pip install 'sglang-dsv4-graphs\[bench\]'"):
+        chart.draw({"summary": {}, "processes": []}, tmp_path / "x.png")
+    monkeypatch.setattr(chart, "available", lambda: True)
+    with pytest.raises(BenchError, match="no case was measured"):
+        chart.draw({"summary": {}, "processes": []}, tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(("told", "gib"), [("2048", 2.0), ("[N/A]", None)])
+def test_memory_is_nvidia_smi_s(told: str, gib: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{told}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert memory.used_gib() == gib
+    assert memory.machine()["gpus"] == [told]
 
 
 def test_the_reason_of_a_server_that_stayed_eager_is_found() -> None:
