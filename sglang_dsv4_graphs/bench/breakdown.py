@@ -18,6 +18,8 @@ REQUEST = "request path (client to scheduler and back)"
 METADATA = "engine's metadata"
 LOOP = "layer loop outside the banks"
 OUTSIDE = "forward outside the layer loop (embedding, head, logits)"
+STORE = "of which K store, in merged breaks"
+TIMERS = "timers themselves, spread over the above"
 DRAIN = "waiting for the GPU after the forward"
 GUARD, COPY_IN, SEGMENTS, BREAK, REST, HAND_OFF = (
     "bucket and guard check",
@@ -41,38 +43,48 @@ def reduce_steps(measured: Row) -> list[Row]:
     steps = [_Spent(step["spent"]) for step in measured["steps"]]
     if not steps:
         return []
-    lines: list[Row] = []
-
-    def add(part: str, values: Sequence[tuple[int, float]], bank: str | None = None) -> None:
-        count, us = (round(statistics.median(v), 2) for v in zip(*values, strict=True))
-        if count or us:
-            mean = round(us / count, 2) if count else None
-            lines.append({"bank": bank, "part": part, "count": count, "us": us, "mean_us": mean})
-
+    banks = sorted({bank for s in steps for bank in s.banks()})
+    lines = _Lines()
     times = measured.get("ttft_ms")
     if times and len(times) == len(steps):
         left = [ms * 1e3 - s.us("forward") - s.us("drain") for ms, s in zip(times, steps, strict=True)]
-        add(REQUEST, [(1, us) for us in left])
-    add(METADATA, [s.of("metadata") for s in steps])
-    add(OUTSIDE, [(1, s.us("forward") - s.us("metadata") - s.us("loop")) for s in steps])
-    banks = sorted({bank for s in steps for bank in s.banks()})
+        lines.add(REQUEST, [(1, us) for us in left])
+    lines.add(METADATA, [s.of("metadata") for s in steps])
+    lines.add(OUTSIDE, [(1, s.us("forward") - s.us("metadata") - s.us("loop")) for s in steps])
     in_banks = [sum(s.us(p, b) for b in banks for p in ("guard", "range", "hand-off")) for s in steps]
-    add(LOOP, [(1, s.us("loop") - inside) for s, inside in zip(steps, in_banks, strict=True)])
+    lines.add(LOOP, [(1, s.us("loop") - inside) for s, inside in zip(steps, in_banks, strict=True)])
     for bank in banks:
-        if not any(s.us("segments", bank) for s in steps):
-            raise BenchError(f"the timers met no segment of bank {bank}: its recordings keep them elsewhere")
-        add(GUARD, [s.of("guard", bank) for s in steps], bank)
-        add(COPY_IN, [s.of("copy-in", bank) for s in steps], bank)
-        add(SEGMENTS, [s.of("segments", bank) for s in steps], bank)
-        for kind in sorted({kind for s in steps for kind in s.kinds(bank)}):
-            add(f"{BREAK}: {kind}", [s.of("break", bank, kind) for s in steps], bank)
-        add(REST, [(1, s.us("range", bank) - s.inside_range(bank)) for s in steps], bank)
-        add(HAND_OFF, [s.of("hand-off", bank) for s in steps], bank)
-    add("of which K store, in merged breaks", [s.of("store") for s in steps])
-    add(DRAIN, [s.of("drain") for s in steps])
+        _add_bank(lines, bank, steps)
+    lines.add(STORE, [s.of("store") for s in steps])
+    lines.add(DRAIN, [s.of("drain") for s in steps])
     timers = [sum(count for count, _ in s.values()) for s in steps]
-    add("timers themselves, spread over the above", [(n, n * measured["timer_us"]) for n in timers])
-    return lines
+    lines.add(TIMERS, [(n, n * measured["timer_us"]) for n in timers])
+    return lines.rows
+
+
+def _add_bank(lines: _Lines, bank: str, steps: Sequence[_Spent]) -> None:
+    if not any(s.us("segments", bank) for s in steps):
+        raise BenchError(f"the timers met no segment of bank {bank}: its recordings keep them elsewhere")
+    lines.add(GUARD, [s.of("guard", bank) for s in steps], bank)
+    lines.add(COPY_IN, [s.of("copy-in", bank) for s in steps], bank)
+    lines.add(SEGMENTS, [s.of("segments", bank) for s in steps], bank)
+    for kind in sorted({kind for s in steps for kind in s.kinds(bank)}):
+        lines.add(f"{BREAK}: {kind}", [s.of("break", bank, kind) for s in steps], bank)
+    lines.add(REST, [(1, s.us("range", bank) - s.inside_range(bank)) for s in steps], bank)
+    lines.add(HAND_OFF, [s.of("hand-off", bank) for s in steps], bank)
+
+
+class _Lines:
+    """The table's lines as they come; a part that never ran has none."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def add(self, part: str, values: Sequence[tuple[int, float]], bank: str | None = None) -> None:
+        count, us = (round(statistics.median(v), 2) for v in zip(*values, strict=True))
+        if count or us:
+            mean = round(us / count, 2) if count else None
+            self.rows.append({"bank": bank, "part": part, "count": count, "us": us, "mean_us": mean})
 
 
 class _Spent:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_dsv4_graphs.bench.compare import DISTANCE
+
 Result = dict[str, Any]
 
 
@@ -79,15 +81,14 @@ def breakdown_table(row: Result) -> str:
 def decode_table(rows: Sequence[Result]) -> str:
     """Decoded tokens: replayed against eager, eager against itself."""
     titles = ["decoded after", "tokens", "replayed = eager", "eager = itself", "log-prob. differs by", "eager's own"]
-    far = ", log-probabilities differ by"
     lines = [
         [
             r["case"],
             str(r["tokens"]),
             str(r["replayed equals eager"]),
             str(r["eager equals itself"]),
-            _number(r["replayed equals eager" + far], 5),
-            _number(r["eager equals itself" + far], 5),
+            _number(r["replayed equals eager" + DISTANCE], 5),
+            _number(r["eager equals itself" + DISTANCE], 5),
         ]
         for r in rows
     ]

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_dsv4_graphs.bench.breakdown import reduce_steps
 from sglang_dsv4_graphs.bench.busy import gpu_busy_ms
 from sglang_dsv4_graphs.bench.cases import PREFIX, Case, cases_of, prefix_prompt, tokens
+from sglang_dsv4_graphs.bench.compare import compared
 from sglang_dsv4_graphs.bench.engine import EngineServer
 from sglang_dsv4_graphs.bench.job import Job
 from sglang_dsv4_graphs.bench.memory import used_gib
@@ -158,35 +159,10 @@ def compare_tokens(session: Session, case: Case) -> dict[str, Any]:
             session.server.ask([prefix_prompt(case.prefix)])
             session.order(mode)
         answers[key] = session.server.ask(case.prompts("decode"), session.job.decode, top=5)
-    row: dict[str, Any] = {"case": case.name, "tokens": sum(map(len, answers["eager"].tokens))}
-    for name, one, other in (
-        ("replayed equals eager", "replayed", "eager"),
-        ("eager equals itself", "eager again", "eager"),
-        ("replayed equals itself", "replayed again", "replayed"),
-    ):
-        row[name] = equal_tokens(answers[one].tokens, answers[other].tokens)
-        row[name + ", log-probabilities differ by"] = top_distance(answers[one].top, answers[other].top)
-    row |= {f"{key} top": answers[key].top for key in answers}
+    row = {"case": case.name} | compared({key: (answer.tokens, answer.top) for key, answer in answers.items()})
     equal, own = row["replayed equals eager"], row["eager equals itself"]
     say(f"{case.name}: {equal} of {row['tokens']} tokens equal, eager with itself {own}")
     return row
-
-
-def equal_tokens(one: list[list[int]], other: list[list[int]]) -> int:
-    """Tokens that two answers to the same prompts have in common, place by place."""
-    return sum(x == y for p, q in zip(one, other, strict=True) for x, y in zip(p, q, strict=True))
-
-
-def top_distance(one: list[list[list[float]]], other: list[list[list[float]]]) -> float | None:
-    """The largest difference of a log-probability that both sides list; None if some prompt shares no token."""
-    worst = 0.0
-    for p, q in zip(one, other, strict=True):
-        a, b = ({int(token): value for value, token in side} for side in (p, q))
-        shared = a.keys() & b.keys()
-        if not shared:
-            return None
-        worst = max(worst, *(abs(a[t] - b[t]) for t in shared))
-    return round(worst, 5)
 
 
 def profile(session: Session, path: str) -> None:
