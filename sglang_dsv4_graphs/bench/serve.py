@@ -160,6 +160,8 @@ def compare_tokens(session: Session, case: Case) -> dict[str, Any]:
             session.order(mode)
         answers[key] = session.server.ask(case.prompts("decode"), session.job.decode, top=5)
     row = {"case": case.name} | compared({key: (answer.tokens, answer.top) for key, answer in answers.items()})
+    # Equal tokens show nothing of a prefill that a cache answered.
+    row["cached"] = {key: answer.cached for key, answer in answers.items()}
     equal, own = row["replayed equals eager"], row["eager equals itself"]
     say(f"{case.name}: {equal} of {row['tokens']} tokens equal, eager with itself {own}")
     return row
