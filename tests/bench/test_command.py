@@ -149,7 +149,7 @@ def test_toggle_compares_within_one_process(site: Path, tmp_path: Path) -> None:
     assert row["replayed equals eager, log-probabilities differ by"] == 0.25
     assert row["eager equals itself, log-probabilities differ by"] == 0.0
     assert len(row["eager top"][0]) == 2
-    assert row["cached"] == dict.fromkeys(["eager", "replayed", "eager again", "replayed again"], [0, 0])
+    assert row["cached"] == {run: [0, 0] for run in ("eager", "replayed", "eager again", "replayed again")}
     assert "run_loop" in (tmp_path / "profile-1.txt").read_text()
 
 
