@@ -185,7 +185,7 @@ class Environment:
         python = tree / "bin" / "python"
         # The build backend first, so that the project itself needs no download of its own.
         step("install the build backend", *pip(python, *held, "hatchling>=1.27", "editables>=0.5"))
-        editable = ("--no-build-isolation", "--editable", f"{ROOT}[dev]")
+        editable = ("--no-build-isolation", "--editable", f"{ROOT}[dev,bench]")
         step("install the project and its tools", *pip(python, *held, *editable))
         record.write_text(key)
 

@@ -11,11 +11,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from sglang_dsv4_graphs.bench import command as bench
 from sglang_dsv4_graphs.demo import command as demo
 from sglang_dsv4_graphs.engine.facts import installed_version
 from sglang_dsv4_graphs.version import DISTRIBUTION, __version__
 
-COMMANDS = (demo,)
+COMMANDS = (demo, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

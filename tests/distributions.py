@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-PLUGIN = {"sglang.srt.plugins": {"dsv4_graphs": "sglang_dsv4_graphs.plugin:activate"}}
+PLUGIN = {
+    "sglang.srt.plugins": {"dsv4_graphs": "sglang_dsv4_graphs.plugin:activate"},
+    "sglang_dsv4_graphs": {"bench_agent": "sglang_dsv4_graphs.bench.agent"},
+}
 
 
 def install_distribution(

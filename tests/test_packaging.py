@@ -24,6 +24,7 @@ NAME = "sglang-dsv4-graphs"
 PACKAGE = "sglang_dsv4_graphs"
 ENTRY_POINTS = {
     ("sglang.srt.plugins", "dsv4_graphs"): f"{PACKAGE}.plugin:activate",
+    ("sglang_dsv4_graphs", "bench_agent"): f"{PACKAGE}.bench.agent",
     ("console_scripts", NAME): f"{PACKAGE}.cli:main",
 }
 
@@ -139,13 +140,13 @@ def test_version_is_the_metadata_s() -> None:
     assert sglang_dsv4_graphs.__version__ == installed().version == project()["version"]
 
 
-@pytest.mark.parametrize("group", ["sglang.srt.plugins", "console_scripts"])
+@pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang_dsv4_graphs", "console_scripts"])
 def test_installed_entry_points_load(group: str) -> None:
     installed()
     own = [e for e in metadata.entry_points(group=group) if e.dist is not None and e.dist.name == NAME]
     expected = {name: value for (of, name), value in ENTRY_POINTS.items() if of == group}
     assert {e.name: e.value for e in own} == expected
-    assert all(callable(e.load()) for e in own)
+    assert all(e.load() for e in own)
 
 
 def test_importing_the_package_imports_neither_torch_nor_the_engine() -> None:

@@ -8,7 +8,9 @@ takes one suspect of docs/notes/prefill-graph.md away: base, grow-late (expected
 keep-batches, no-release, private-pool, no-tail-bank, no-full-bank. Each is a process of its own, killed after
 --limit seconds (the whole ends within --total; kernels that were never compiled on the machine take a minute more,
 so the first run may need ``--limit 230`` alone), and writes RESULTS/prefill-graph-<run>.json after every check, so
-that a crash of the server leaves what came before and the last thing it tried. Needs what benchmarks/gpu/run.sh needs.
+that a crash of the server leaves what came before and the last thing it tried. MODELS holds a config folder ``rank``.
+Needs the engine, one GPU with nothing else on it, and this project, installed or as a checkout on PYTHONPATH; weights
+that carry signal, if the model is to have any, come with the engine's environment.
 
 What must be seen: every check passes with ``default`` and with ``small``. Tokens are compared in one process: graph and
 banks ("both") against the engine's own ("graph", "eager"), beside how far each differs from itself.
@@ -17,17 +19,25 @@ banks ("both") against the engine's own ("graph", "eager"), beside how far each 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
+import shutil
 import sys
-import threading
 import time
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from sglang_dsv4_graphs.bench.cases import tokens
+from sglang_dsv4_graphs.bench.engine import EngineServer, engine_arguments
+from sglang_dsv4_graphs.bench.orders import SOCKET_ENV, Agents, new_socket_path
+from sglang_dsv4_graphs.bench.process import how_it_ended, raise_on_term, run_to_end
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+VARIANTS = ("base", "grow-late", "keep-batches", "no-release", "private-pool", "no-tail-bank", "no-full-bank")
+# mode -> (prefill graph, banks)
+MODES = {"both": (True, True), "graph": (True, False), "eager": (False, False)}
 SMALL = [128, 256, 1024, 2048]
 SETTINGS = {
     "private-pool": {"SGLANG_DSV4_EAGER_GRAPH_GLOBAL_POOL": "0"},
@@ -61,55 +71,65 @@ class Report:
         print("PASS" if passed else "FAIL", self.data["run"], name, json.dumps(found)[:300], flush=True)
 
 
-def child(run: str, results: Path, model: str) -> None:
-    sys.path.insert(0, str(HERE))
-    os.environ["DSV4_GRAPHS_CONTROL"] = control = os.environ["DSV4_PREFILL_GRAPH_CHECK"]
-    import serve  # reads DSV4_GRAPHS_CONTROL
+class Switched:
+    """The server, and the agent in it that switches banks and prefill graph."""
 
-    del os.environ["DSV4_GRAPHS_CONTROL"]  # the other check extension must not watch the same file
-    report = Report(results / f"prefill-graph-{run.replace(':', '-')}.json", run)
+    def __init__(self, server: EngineServer, agents: Agents) -> None:
+        self.server, self.agents = server, agents
+
+    def switch(self, mode: str) -> None:
+        graph, banks = MODES[mode]
+        self.agents.order("prefill-graph", on=graph)
+        self.agents.order("on" if banks else "off")
+
+    def paths(self) -> dict[str, int]:
+        """How often each way has been taken: prefill graphs by shape, banks by bucket, eager steps by reason."""
+        counts = self.agents.order("counts")
+        found = {f"{bank} {bucket}": n for bank, bucket, n in counts["replays"]}
+        found |= {f"fallback {bank}: {reason}": n for bank, reason, n in counts["fallbacks"]}
+        return found | self.agents.order("paths")["paths"]
+
+
+def child(run: str, results: Path, model: str) -> None:
+    report = Report(results / f"prefill-graph-{file_name(run)}.json", run)
     report.trying("start of the server")
     extra = {"cuda_graph_backend_prefill": "breakable"}
     if run.split(":")[0] == "small":
         extra["cuda_graph_bs_prefill"] = SMALL
-    server = serve.Server(model, extra)
-    report.check("server is up", True, seconds=round(server.up, 1))
-    before = counts(serve, control)
-    report.check("banks are in", before["ready"] and before["stand_down"] is None, **before)
+    server = EngineServer(engine_arguments(model, **extra))
+    report.check("server is up", True, seconds=round(server.startup_s, 1))
+    switched = Switched(server, Agents(os.environ[SOCKET_ENV]))
+    report.trying("orders")
+    switched.switch("both")  # refused by a server that stands down
+    report.check("banks are in", True)
     for name, lengths in CASES:
-        compare(server, serve, control, report, name, lengths)
+        compare(switched, report, name, lengths)
     report.trying("many steps in turn")
+    switched.switch("both")
     for i in range(40):
-        serve.order("both")
-        server.ask([serve.tokens(n, (i, j, "churn")) for j, n in enumerate(CASES[i % len(CASES)][1])])
+        server.ask([tokens(n, (i, j, "churn")) for j, n in enumerate(CASES[i % len(CASES)][1])])
     report.check("40 steps in turn", True)
-    compare(server, serve, control, report, "after churn", [128])
-    found = counts(serve, control)["paths"]
+    compare(switched, report, "after churn", [128])
+    found = switched.paths()
     report.check("a prefill graph replayed", any(k.startswith("prefill-graph") for k in found))
     late = "no-tail-bank" in run or any(k.startswith("decoder-replay") for k in found)
     full = "no-full-bank" in run or "default" in run or any(k.startswith("full-layer") for k in found)
     report.check("both banks replayed", late and full, **found)
     report.trying("done")
-    server.engine.shutdown()
+    server.close()
 
 
-def counts(serve, control: str) -> dict:
-    serve.order("counts")
-    return json.loads(Path(control + ".counts").read_text())
-
-
-def compare(server, serve, control, report: Report, name: str, lengths: list[int]) -> None:
+def compare(switched: Switched, report: Report, name: str, lengths: list[int]) -> None:
     """First tokens and log-probabilities of one batch in each mode, twice each, from an empty prefix cache."""
-    prompts = [serve.tokens(n, (name, i)) for i, n in enumerate(lengths)]
+    prompts = [tokens(n, (name, i)) for i, n in enumerate(lengths)]
     tops, taken = {}, {}
     for mode in ("both", "graph", "eager", "both", "graph", "eager"):
         report.trying(f"{name}, {mode}")
-        serve.order(mode)
-        server.engine.flush_cache()
-        before = counts(serve, control)["paths"]
-        _, _, top = server.ask(prompts)
-        after = counts(serve, control)["paths"]
-        taken[mode] = sorted(k for k, n in after.items() if n > before.get(k, 0))
+        switched.switch(mode)
+        switched.server.flush()
+        before = switched.paths()
+        top = switched.server.ask(prompts, top=5).top
+        taken[mode] = sorted(k for k, n in switched.paths().items() if n > before.get(k, 0))
         tops.setdefault(mode, []).append(top)
     report.trying(f"{name}, compared")
     apart = {f"{a} {b}": distance(tops[a][0], tops[b][0]) for a, b in (("both", "graph"), ("both", "eager"))}
@@ -131,71 +151,91 @@ def distance(one, other) -> float:
     return round(worst, 5)
 
 
+def file_name(run: str) -> str:
+    return run.replace(":", "-")
+
+
+def check_path(folder: Path) -> str:
+    """PYTHONPATH of a server: this checkout, the check extension, and what the plugin's metadata would declare.
+
+    A checkout on the path has no entry points unless it is installed: without them the engine finds no plugin.
+    """
+    try:
+        installed = {e.value for e in distribution("sglang-dsv4-graphs").entry_points}
+    except PackageNotFoundError:
+        installed = set()
+    if "sglang_dsv4_graphs.bench.agent" not in installed:
+        info = folder / "sglang_dsv4_graphs-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-dsv4-graphs\nVersion: 0\n")
+        groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+        lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+    own = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return os.pathsep.join([str(folder), str(HERE / "checks"), str(ROOT), *own])
+
+
 def parent(runs: list[str], results: Path, model: str, limit: float, total: float) -> int:
     end, failed = time.monotonic() + total, []
     for run in runs:
-        control = results / f"control-{run.replace(':', '-')}"
-        control.write_text("done")
-        variant = run.partition(":")[2] or "base"
-        (results / f"prefill-graph-{run.replace(':', '-')}.json").unlink(missing_ok=True)
-        env = (
-            os.environ
-            | SETTINGS.get(variant, {})
-            | {
-                "DSV4_PREFILL_GRAPH_CHECK": str(control),
-                "DSV4_PREFILL_GRAPH_VARIANT": variant,
-                "SGLANG_DSV4_GRAPHS_STRICT": "1",
-            }
-        )
         seconds = min(limit, end - time.monotonic())
         if seconds < 60:
             print("FAIL", run, "not run: no time left", flush=True)
+        if seconds < 60 or not one(run, results, model, seconds):
             failed.append(run)
-            continue
-        log = results / f"prefill-graph-{run.replace(':', '-')}.log"
-        command = [sys.executable, __file__, "--child", run, "--model", model]
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=out, start_new_session=True, text=True
-            )
-            print(f"== {run}", flush=True)
-            ok = watch(process, out, seconds)
-        written = results / f"prefill-graph-{run.replace(':', '-')}.json"
-        last = json.loads(written.read_text()) if written.exists() else {"trying": "imports", "checks": []}
-        if not ok or last["trying"] != "done":
-            print("FAIL", run, f"ended while trying: {last['trying']}", flush=True)
-        if not ok or last["trying"] != "done" or not all(c["passed"] for c in last["checks"]):
-            failed.append(run)
-            for line in log.read_text(errors="replace").splitlines():
-                if "dsv4-graphs:" in line or "Error" in line or "illegal" in line:
-                    print("   ", line[:300], flush=True)
     print("PASS all" if not failed else f"FAIL {', '.join(failed)}", flush=True)
-    return bool(failed)
+    return int(bool(failed))
 
 
-def watch(process: subprocess.Popen, out, seconds: float) -> bool:
-    """Hand the child's PASS and FAIL lines on until it ends; kill its own session when time is up."""
-
-    def hand_on() -> None:
-        for line in process.stdout:
-            (print(line, end="", flush=True) if line.startswith(("PASS", "FAIL")) else out.write(line))
-
-    thread = threading.Thread(target=hand_on, daemon=True)
-    thread.start()
+def one(run: str, results: Path, model: str, seconds: float) -> bool:
+    """One run in a process of its own: its PASS and FAIL lines as they come, and why it ended if it did not pass."""
+    variant = run.partition(":")[2] or "base"
+    written = results / f"prefill-graph-{file_name(run)}.json"
+    written.unlink(missing_ok=True)
+    agent = new_socket_path()
+    folder = Path(agent).parent
+    environment = SETTINGS.get(variant, {}) | {
+        SOCKET_ENV: agent,
+        "DSV4_PREFILL_GRAPH_VARIANT": variant,
+        "SGLANG_DSV4_GRAPHS": "1",
+        "SGLANG_DSV4_GRAPHS_STRICT": "1",
+        "PYTHONPATH": check_path(folder),
+    }
+    log = results / f"prefill-graph-{file_name(run)}.log"
+    print(f"== {run}", flush=True)
     try:
-        code = process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        code = -1
+        command = [sys.executable, __file__, "--child", run, "--model", model]
+        code = run_to_end(command, environment, log, limit_s=seconds, show=show)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the child's session: its scheduler outlives a crash
-    thread.join(timeout=5)
-    return code == 0
+        shutil.rmtree(folder, ignore_errors=True)
+    last = json.loads(written.read_text()) if written.exists() else {"trying": "imports", "checks": []}
+    ended = code == 0 and last["trying"] == "done"
+    if not ended:
+        print("FAIL", run, f"{how_it_ended(code, seconds)} while trying: {last['trying']}", flush=True)
+    if ended and all(c["passed"] for c in last["checks"]):
+        return True
+    for line in log.read_text(errors="replace").splitlines():
+        if "dsv4-graphs:" in line or "Error" in line or "illegal" in line:
+            print("   ", line[:300], flush=True)
+    return False
+
+
+def show(lines: list[str]) -> None:
+    for line in lines:
+        if line.startswith(("PASS ", "FAIL ")):
+            print(line, flush=True)
+
+
+def known(run: str) -> str:
+    shapes, _, variant = run.partition(":")
+    if shapes not in ("default", "small") or (variant or "base") not in VARIANTS:
+        raise argparse.ArgumentTypeError(f"{run!r}: default or small, then perhaps a colon and {', '.join(VARIANTS)}")
+    return run
 
 
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("runs", nargs="*", default=["default", "small"])
+    ap.add_argument("runs", nargs="*", type=known, default=["default", "small"])
     ap.add_argument("--model", default=os.path.join(os.environ.get("MODELS", "."), "rank"))
     ap.add_argument("--limit", type=float, default=110, help="seconds of one run")
     ap.add_argument("--total", type=float, default=235, help="seconds of all")
@@ -206,6 +246,7 @@ def main() -> int:
     if args.child:
         child(args.child, results, args.model)
         return 0
+    raise_on_term()
     return parent(args.runs, results, args.model, args.limit, args.total)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from sglang_dsv4_graphs.extend import hookimpl
 
 FULL_LAYER, DECODER_REPLAY = "full-layer", "decoder-replay"
-# Captures and their first forward cost most of a server: few small graphs, and no chunk larger than most steps.
-CHUNK = 128
-# Caps as a user sets them.
+# Captures and their first forward cost most of a server: few small graphs, and a chunk no larger than their largest.
+CHUNK = 256
+# Caps as a user sets them; no bucket is above the chunk.
 SMALL = {"SGLANG_DSV4_FULL_LAYER_GRAPH_MAX_TOKENS": "256", "SGLANG_DSV4_DECODER_REPLAY_GRAPH_MAX_ROWS": "256"}
 FULL_LAYER_CAP, DECODER_REPLAY_CAP = SMALL
 

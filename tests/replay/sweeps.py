@@ -89,6 +89,8 @@ class Clock:
 
     def release(self) -> None: ...
 
+    def synchronize(self) -> None: ...
+
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 

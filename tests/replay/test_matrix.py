@@ -127,6 +127,7 @@ def stood_down(server: Server, reason: str) -> None:
 def test_a_server_that_stands_down(servers: Servers, fact: Callable[[Server], Any], reason: str) -> None:
     server = servers.shared("undecided", SETTINGS, startup=False)
     server.served.stand_down = None
+    server.installation.runtime._decided.discard(server.served)
     server.log.lines.clear()
     with fact(server):
         server.runner.startup()

@@ -27,6 +27,8 @@ from tests.replay.story import Story
 from tests.replay.sweeps import Clock, out_of_memory, watched_backend
 
 WAIT_S = 60
+# A chunk with a bucket of its own, whose trial is the first.
+LARGE = 320
 SETTINGS = {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "128"}
 
 
@@ -99,15 +101,19 @@ def ranks_differ_in_speed_and_memory(rank: int, up: Any) -> dict[str, Any]:
         replayed=lambda rows: 2.0,
         free=lambda: (rank + 8) << 30,
     )
-    with small_trials(clock), up({DECODER_REPLAY_CAP: "128"}) as server:
+    with small_trials(clock), up({DECODER_REPLAY_CAP: "128"}, chunked_prefill_size=LARGE) as server:
         return {"buckets": buckets(server)} | steps(server, {"a": 60})
 
 
 def one_trial_fails(rank: int, up: Any) -> dict[str, Any]:
     """The others must not race without it: a range has collectives, in which they would wait."""
     clock = Clock(eager=lambda rows: 3.0, replayed=lambda rows: 2.0)
-    fails = out_of_memory((FULL_LAYER, 320)) if rank == 1 else out_of_memory()
-    with small_trials(clock), up({DECODER_REPLAY_CAP: "128"}, make_backend=watched_backend([], fails)) as server:
+    fails = out_of_memory((FULL_LAYER, LARGE)) if rank == 1 else out_of_memory()
+    backend = watched_backend([], fails)
+    with (
+        small_trials(clock),
+        up({DECODER_REPLAY_CAP: "128"}, make_backend=backend, chunked_prefill_size=LARGE) as server,
+    ):
         return {"buckets": buckets(server)} | steps(server, {"a": 60})
 
 

@@ -1,42 +1,49 @@
-"""An extension for benchmarks/gpu/prefill_graph.py: lets banks run beside the engine's prefill graph, and switches.
+"""An extension for benchmarks/gpu/prefill_graph.py: lets banks run beside the engine's prefill graph, and switches it.
 
-Does nothing unless ``DSV4_PREFILL_GRAPH_CHECK`` names a control file. Then it lifts the stand-down row of the prefill
-graph for this process, applies the variant named by ``DSV4_PREFILL_GRAPH_VARIANT`` (each removes one suspect of the
-fault in docs/notes/prefill-graph.md), and obeys orders written to the control file: which of prefill graph and banks
-take part in the next steps, and counts.
+Does nothing unless ``DSV4_PREFILL_GRAPH_VARIANT`` is set. Then it lifts the stand-down row of the prefill graph for
+this process, applies the variant (each removes one suspect of the fault in docs/notes/prefill-graph.md), and gives the
+benchmark's agent two more orders: ``prefill-graph``, whether the engine's graph takes part in the next steps, and
+``paths``, which prefill graphs have replayed. The agent's own switch the banks and count their replays.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import threading
-import time
 from collections import Counter
 
 from sglang_dsv4_graphs import hookimpl
 from sglang_dsv4_graphs.bank import decide
 
-CONTROL = os.environ.get("DSV4_PREFILL_GRAPH_CHECK")
-VARIANT = os.environ.get("DSV4_PREFILL_GRAPH_VARIANT", "base")
-# order -> (prefill graph, banks)
-MODES = {"both": (True, True), "graph": (True, False), "banks": (False, True), "eager": (False, False)}
-state = {"served": None, "graph": True}
+VARIANT = os.environ.get("DSV4_PREFILL_GRAPH_VARIANT")
+state = {"begun": False, "graph": True}
 paths: Counter = Counter()
 kept = []
 
-if CONTROL:
+if VARIANT:
     decide.PREFILL_GRAPH_SHOWN = True
 
 
 @hookimpl
 def dsv4_graphs_model_built(served):
     # The model exists and nothing is captured yet: the last moment to change how the engine captures.
-    if CONTROL and state["served"] is None:
-        state["served"] = served
+    if VARIANT and not state["begun"]:
+        state["begun"] = True
+        give_orders()
         count_prefill_graphs()
         apply_variant(VARIANT)
-        threading.Thread(target=obey, daemon=True).start()
+
+
+def give_orders():
+    """The agent obeys whatever its listener has a method for."""
+    from sglang_dsv4_graphs.bench.listen import Listener
+
+    def order_prefill_graph(listener, on):
+        state["graph"] = bool(on)
+
+    def order_paths(listener):
+        return {"paths": dict(paths)}
+
+    Listener.order_prefill_graph, Listener.order_paths = order_prefill_graph, order_paths
 
 
 def count_prefill_graphs():
@@ -84,27 +91,3 @@ def after(name, owner, note):
         return result
 
     setattr(owner, name, noted)
-
-
-def obey():
-    """Answer each order in the control file by ``done``."""
-    while True:
-        time.sleep(0.002)
-        try:
-            with open(CONTROL) as f:
-                order = f.read().strip()
-        except OSError:
-            continue
-        served = state["served"]
-        if order in MODES:
-            state["graph"], served.ready = MODES[order]
-        elif order == "counts":
-            found = dict(paths)
-            found |= {f"{bank} {bucket}": n for (bank, bucket), n in served.replays.items()}
-            found |= {f"fallback {bank}: {reason}": n for (bank, reason), n in served.fallbacks.items()}
-            with open(CONTROL + ".counts", "w") as f:
-                json.dump({"paths": found, "stand_down": served.stand_down, "ready": served.ready}, f)
-        else:
-            continue
-        with open(CONTROL, "w") as f:
-            f.write("done")
