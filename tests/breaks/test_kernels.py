@@ -70,7 +70,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sglang_dsv4_graphs.breaks import kernels
-TYPES = {"raw": "*i32", "page": "*i32", "lens": "*i64", "starts": "*i64", "table": "*u8", "slots": "*i64", "out": "*bf16"}
+TYPES = {"raw": "*i32", "page": "*i32"}
+TYPES |= {"lens": "*i64", "starts": "*i64", "table": "*u8", "slots": "*i64", "out": "*bf16"}
 
 def compiled(kernel, **constants):
     types = {n: "constexpr" if n.isupper() else TYPES.get(n, "i32") for n in kernel.arg_names}
