@@ -12,6 +12,8 @@ that a crash of the server leaves what came before and the last thing it tried. 
 Needs the engine, one GPU with nothing else on it, and this project, installed or as a checkout on PYTHONPATH; weights
 that carry signal, if the model is to have any, come with the engine's environment.
 
+Last, times to the first token of every choice in turn: eager, the engine's graph, banks, both.
+
 What must be seen: every check passes with ``default`` and with ``small``. Tokens are compared in one process: graph and
 banks ("both") against the engine's own ("graph", "eager"), beside how far each differs from itself.
 """
@@ -22,13 +24,14 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
 import time
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from sglang_dsv4_graphs.bench.cases import tokens
+from sglang_dsv4_graphs.bench.cases import COLD, tokens
 from sglang_dsv4_graphs.bench.engine import EngineServer, engine_arguments
 from sglang_dsv4_graphs.bench.orders import SOCKET_ENV, Agents, new_socket_path
 from sglang_dsv4_graphs.bench.process import how_it_ended, raise_on_term, run_to_end
@@ -37,8 +40,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 VARIANTS = ("base", "grow-late", "keep-batches", "no-release", "private-pool", "no-tail-bank", "no-full-bank")
 # mode -> (prefill graph, banks)
-MODES = {"both": (True, True), "graph": (True, False), "eager": (False, False)}
-SMALL = [128, 256, 1024, 2048]
+MODES = {"both": (True, True), "graph": (True, False), "eager": (False, False), "banks": (False, True)}
+COMPARED = ("both", "graph", "eager")
+SMALL = [64, 128, 256, 1024, 2048]
 SETTINGS = {
     "private-pool": {"SGLANG_DSV4_EAGER_GRAPH_GLOBAL_POOL": "0"},
     "no-tail-bank": {"SGLANG_DSV4_DECODER_REPLAY_GRAPH_MAX_ROWS": "0"},
@@ -115,15 +119,32 @@ def child(run: str, results: Path, model: str) -> None:
     late = "no-tail-bank" in run or any(k.startswith("decoder-replay") for k in found)
     full = "no-full-bank" in run or "default" in run or any(k.startswith("full-layer") for k in found)
     report.check("both banks replayed", late and full, **found)
+    report.trying("times")
+    report.data["ttft_ms"] = times(switched)
     report.trying("done")
     server.close()
+
+
+def times(switched: Switched, requests: int = 5) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds to the first token by length and mode, in turn and in turned order: every choice in one process."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for n in COLD:
+        row = found.setdefault(str(n), {mode: [] for mode in MODES})
+        for r in range(requests + 1):
+            for mode in list(MODES)[:: 1 if r % 2 else -1]:
+                switched.switch(mode)
+                ms = switched.server.ask([tokens(n, (n, r, mode, "times"))]).ms
+                if r:  # the first of each is not measured: what is new to a length was not met yet
+                    row[mode].append(ms)
+        print("TTFT", n, {mode: round(statistics.median(ms), 1) for mode, ms in row.items()}, flush=True)
+    return found
 
 
 def compare(switched: Switched, report: Report, name: str, lengths: list[int]) -> None:
     """First tokens and log-probabilities of one batch in each mode, twice each, from an empty prefix cache."""
     prompts = [tokens(n, (name, i)) for i, n in enumerate(lengths)]
     tops, taken = {}, {}
-    for mode in ("both", "graph", "eager", "both", "graph", "eager"):
+    for mode in COMPARED * 2:
         report.trying(f"{name}, {mode}")
         switched.switch(mode)
         switched.server.flush()
@@ -222,7 +243,7 @@ def one(run: str, results: Path, model: str, seconds: float) -> bool:
 
 def show(lines: list[str]) -> None:
     for line in lines:
-        if line.startswith(("PASS ", "FAIL ")):
+        if line.startswith(("PASS ", "FAIL ", "TTFT ")):
             print(line, flush=True)
 
 

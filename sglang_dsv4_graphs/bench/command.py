@@ -25,10 +25,10 @@ BUSY_LENGTHS = "128,1000,2048,4096"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured (default: every variant, in processes of its own)")
+    what.add_argument("--toggle", action="store_true", help="one plugin server, banks on and off request by request")
+    what.add_argument("--breakdown", action="store_true", help="host time of a replayed step, part by part")
+    what.add_argument("--checks", action="store_true", help="replay against eager inside a server, every bucket")
     modes = what.add_mutually_exclusive_group()
-    modes.add_argument("--toggle", action="store_true", help="one plugin server, banks on and off request by request")
-    modes.add_argument("--breakdown", action="store_true", help="host time of a replayed step, part by part")
-    modes.add_argument("--checks", action="store_true", help="replay against eager inside a server, every bucket")
     modes.add_argument("--cpu", action="store_true", help="the counterpart without a GPU (default where there is none)")
     modes.add_argument("--redraw", metavar="DIR", help="print the tables and draw the chart of an earlier --out")
     names = ",".join(v.name for v in VARIANTS)
@@ -102,24 +102,24 @@ def _run_on_gpu(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace, model: str) -> Any:
     from sglang_dsv4_graphs.bench import gpu, throughput
 
-    mode = next((m for m in ("toggle", "breakdown", "checks") if getattr(options, m)), "measure")
-    variants = parse_variants(options.variants) if mode == "measure" else [PLUGIN]
-    groups = cases.parse_groups(options.cases) if mode in ("measure", "toggle") else []
-    _refuse_ignored(options, mode)
+    # Asked together, they share one server; checks come last, since they write over what is cached.
+    modes = tuple(m for m in ("toggle", "breakdown", "checks") if getattr(options, m)) or ("measure",)
+    asks = "measure" in modes or "toggle" in modes
+    variants = parse_variants(options.variants) if "measure" in modes else [PLUGIN]
+    groups = cases.parse_groups(options.cases) if asks else []
+    _refuse_ignored(options, modes)
     return gpu.Plan(
         out=_out(options),
         model=model,
-        mode=mode,
+        modes=modes,
         variants=variants,
-        rounds=options.rounds if mode == "measure" else 1,
+        rounds=options.rounds if "measure" in modes else 1,
         groups=groups,
         requests=options.requests,
-        engine_args=_engine_args(options.engine_args, mode, variants),
+        engine_args=_engine_args(options.engine_args, modes, variants),
         limit_s=options.limit,
         warm_process=not options.no_warm_process,
-        busy=tuple(cases.parse_lengths(options.busy, "--busy"))
-        if mode in ("measure", "toggle") and options.busy != "none"
-        else (),
+        busy=tuple(cases.parse_lengths(options.busy, "--busy")) if asks and options.busy != "none" else (),
         lengths=tuple(cases.parse_lengths(options.lengths, "--lengths")),
         decode=options.decode,
         compare=tuple(cases.parse_groups(options.compare)),
@@ -128,24 +128,24 @@ def _plan(options: argparse.Namespace, model: str) -> Any:
     )
 
 
-def _refuse_ignored(options: argparse.Namespace, mode: str) -> None:
+def _refuse_ignored(options: argparse.Namespace, modes: tuple[str, ...]) -> None:
     """An option that would do nothing is an error: who gave it waits minutes for what never comes."""
     for option, needs in (("decode", "toggle"), ("profile", "toggle"), ("throughput", "measure")):
-        if getattr(options, option) and mode != needs:
-            asked = f"needs --{needs}" if needs != "measure" else f"does not go with --{mode}"
+        if getattr(options, option) and needs not in modes:
+            asked = f"needs --{needs}" if needs != "measure" else f"does not go with --{modes[0]}"
             raise BenchError(f"--{option} {asked}")
     if options.model and not (Path(options.model) / "config.json").is_file():
         raise BenchError(f"--model {options.model}: no config.json there")
 
 
-def _engine_args(text: str, mode: str, variants: list[Variant]) -> dict[str, Any]:
+def _engine_args(text: str, modes: tuple[str, ...], variants: list[Variant]) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as e:
         raise BenchError(f"--engine-args {text!r} is not JSON: {e}") from e
     if not isinstance(value, dict):
         raise BenchError(f"--engine-args {text!r}: give an object, such as '{{\"tp_size\": 2}}'")
-    if mode == "measure" and len(variants) > 1 and PREFILL_BACKEND in value:
+    if "measure" in modes and len(variants) > 1 and PREFILL_BACKEND in value:
         raise BenchError(
             f"--engine-args sets {PREFILL_BACKEND}, in which the variants differ; choose them by --variants"
         )

@@ -46,7 +46,7 @@ class Plan:
 
     out: Path
     model: str
-    mode: str
+    modes: tuple[str, ...]
     variants: Sequence[Variant]
     rounds: int
     groups: list[str]
@@ -72,7 +72,7 @@ class Bench:
         self.record: Result = {
             "plugin": __version__,
             "command": list(command),
-            "mode": plan.mode,
+            "mode": "+".join(plan.modes),
             "machine": machine(),
             "model": plan.model,
             "state": "running",
@@ -91,25 +91,25 @@ class Bench:
         """Run every process; one that fails is noted and the others still run."""
         plan = self._plan
         self.save()
-        if plan.mode == "measure":
+        if "measure" in plan.modes:
             if plan.warm_process and plan.groups:
-                self._process(plan.variants[0], WARM_ROUND, "measure")
+                self._process(plan.variants[0], WARM_ROUND)
             for number, variant in schedule(plan.variants, plan.rounds if plan.groups or plan.busy else 0):
-                self._process(variant, number, "measure")
+                self._process(variant, number)
             self._throughput()
         else:
             for number in range(1, plan.rounds + 1):
-                self._process(plan.variants[0], number, plan.mode)
+                self._process(plan.variants[0], number)
         self.record["state"] = "; ".join(self.problems) or "complete"
         self.save()
         return self.record
 
-    def _job(self, variant: Variant, number: int, mode: str, result: Path, agent: str | None) -> Job:
+    def _job(self, variant: Variant, number: int, result: Path, agent: str | None) -> Job:
         plan = self._plan
         job = Job(
             variant=variant.name,
             round=number,
-            mode=mode,
+            modes=list(plan.modes),
             engine_args=self._engine_args(variant),
             result=str(result),
             groups=plan.groups,
@@ -127,14 +127,15 @@ class Bench:
     def _engine_args(self, variant: Variant) -> dict[str, Any]:
         return engine_arguments(self._plan.model, **(variant.engine_args | self._plan.engine_args))
 
-    def _process(self, variant: Variant, number: int, mode: str) -> None:
+    def _process(self, variant: Variant, number: int) -> None:
         plan = self._plan
-        name = f"{variant.name}-{number}" if mode == "measure" else f"{mode}-{number}"
+        mode = self.record["mode"]
+        name = f"{variant.name if mode == 'measure' else mode}-{number}"
         result, log, order = (plan.out / f"{name}{suffix}" for suffix in (".json", ".log", ".job"))
         result.unlink(missing_ok=True)
         agent = None if mode == "measure" else new_socket_path()
         environment = variant.environment | ({} if agent is None else {SOCKET_ENV: agent})
-        self._job(variant, number, mode, result, agent).write(order)
+        self._job(variant, number, result, agent).write(order)
         note = " (unmeasured: compiles kernels)" if number == WARM_ROUND else ""
         self._say(f"{name}{note}: " + " ".join(f"{k}={v}" for k, v in variant.environment.items()))
         slot = len(self.record["processes"])

@@ -7,22 +7,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# How a process measures: each mode is a function of ``serve``.
-MODES = ("measure", "toggle", "breakdown", "checks")
+# What a process may do with its server; the others are timed and have their names in ``serve``.
+CHECKS = "checks"
 
 
 @dataclass(frozen=True)
 class Job:
     """One server process.
 
-    ``mode`` says what it does with its server; ``groups`` which cases it asks, ``requests`` how often each, ``busy``
+    ``modes`` says what it does with its server; ``groups`` which cases it asks, ``requests`` how often each, ``busy``
     at which prompt lengths the GPU's own time is taken. ``warm`` is the length of an unmeasured first prompt (0: none).
     ``agent`` is the socket of the plugin's agent. ``decode``: tokens compared after each of ``compare``'s cases.
     """
 
     variant: str
     round: int
-    mode: str
+    modes: list[str]
     engine_args: dict[str, Any]
     result: str
     groups: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from sglang_dsv4_graphs.bench.busy import gpu_busy_ms
 from sglang_dsv4_graphs.bench.cases import PREFIX, Case, cases_of, prefix_prompt, tokens
 from sglang_dsv4_graphs.bench.compare import compared
 from sglang_dsv4_graphs.bench.engine import EngineServer
-from sglang_dsv4_graphs.bench.job import Job
+from sglang_dsv4_graphs.bench.job import CHECKS, Job
 from sglang_dsv4_graphs.bench.memory import used_gib
 from sglang_dsv4_graphs.bench.orders import Agents
 from sglang_dsv4_graphs.bench.results import write_json
@@ -42,7 +42,7 @@ class Session:
         self.result: dict[str, Any] = {
             "variant": job.variant,
             "round": job.round,
-            "mode": job.mode,
+            "mode": "+".join(job.modes),
             "engine": server.version,
             "engine_args": job.engine_args,
             "startup_s": round(server.startup_s, 2),
@@ -84,7 +84,12 @@ class Session:
             self.server.ask([prefix_prompt(PREFIX)])
 
     def take_busy(self) -> None:
-        """GPU time of one step per length asked for."""
+        """GPU time of one step per length asked for, and per breakdown; takes torch's profiler into the process."""
+        for row in self.result.get("breakdown", ()):
+            self.order("gpu-busy")
+            self.server.ask([tokens(row["tokens"], ("busy after breakdown", row["tokens"]))])
+            row["gpu_busy_us"] = self.order("result", answer_s=120)["value"]
+            self.save()
         for n in self.job.busy:
             prompt = tokens(n, ("busy", n))
             busy = gpu_busy_ms(self.server.engine, lambda prompt=prompt: self.server.ask([prompt]))  # type: ignore[misc]
@@ -101,7 +106,6 @@ def measure(session: Session) -> None:
         times = [answer.ms for answer in answers]
         session.add("cases", _row(case) | {"ttft_ms": times, "cached": [min(a.cached) for a in answers]})
         say(f"{case.name}: {sorted(times)[len(times) // 2]:.1f} ms")
-    session.take_busy()
 
 
 def toggle(session: Session) -> None:
@@ -127,7 +131,6 @@ def toggle(session: Session) -> None:
     session.order("on")
     if job.profile:
         profile(session, job.profile)
-    session.take_busy()
 
 
 def _alternating(requests: int) -> Iterator[tuple[int, str]]:
@@ -178,18 +181,12 @@ def profile(session: Session, path: str) -> None:
 
 
 def breakdown(session: Session) -> None:
-    """Where the host time of replayed steps goes, and the GPU's time of an equal step, per prompt length."""
+    """Where the host time of replayed steps goes, per prompt length."""
     session.order("on")
     for n in session.job.lengths:
         row = timed_steps(session, n)
         session.add("breakdown", row)
         say(f"breakdown of {n} tokens: {len(row['steps'])} steps")
-    # Last: once torch's profiler has run, launches cost more for the rest of the process.
-    for row in session.result["breakdown"]:
-        session.order("gpu-busy")
-        session.server.ask([tokens(row["tokens"], ("busy", row["tokens"]))])
-        row["gpu_busy_us"] = session.order("result", answer_s=120)["value"]
-        session.save()
 
 
 def timed_steps(session: Session, n: int) -> dict[str, Any]:
@@ -220,7 +217,20 @@ def checks(session: Session) -> None:
     session.server.flush()
 
 
-MODES = {"measure": measure, "toggle": toggle, "breakdown": breakdown, "checks": checks}
+TIMED = {"measure": measure, "toggle": toggle, "breakdown": breakdown}
+
+
+def run_modes(session: Session) -> None:
+    """What is timed, then the GPU's own time, then checks.
+
+    Once torch's profiler has run, launches cost more for the rest of the process; and checks write over cached prompts.
+    """
+    modes = session.job.modes
+    for mode in (m for m in TIMED if m in modes):
+        TIMED[mode](session)
+    session.take_busy()
+    if CHECKS in modes:
+        checks(session)
 
 
 def main(arguments: list[str]) -> int:
@@ -230,7 +240,7 @@ def main(arguments: list[str]) -> int:
     try:
         session = Session(job, server)
         session.prepare()
-        MODES[job.mode](session)
+        run_modes(session)
         session.result["complete"] = True
         session.save()
     finally:

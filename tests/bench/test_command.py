@@ -168,6 +168,19 @@ def test_breakdown_adds_up_to_the_client_s_time(site: Path, tmp_path: Path) -> N
     assert "a timer costs" in done.stdout
 
 
+def test_toggle_and_breakdown_share_a_server(site: Path, tmp_path: Path) -> None:
+    options = ["--toggle", "--breakdown", "--cases", "batches", "--requests", 2, "--busy", "128", "--lengths", "128"]
+    done = bench(site, "--out", tmp_path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = results(tmp_path)
+    assert record["mode"] == "toggle+breakdown"
+    (process,) = record["processes"]
+    assert len(process["cases"]) == 4
+    assert [row["tokens"] for row in process["breakdown"]] == [128]
+    assert process["gpu_busy_ms"] == {"cold 128": 4.5}
+    assert "gpu_busy_us" in process["breakdown"][0]
+
+
 def test_a_server_that_fails_is_told_and_the_others_run(site: Path, tmp_path: Path) -> None:
     options = ["--variants", "plugin,eager", "--cases", "none", "--rounds", 1, "--busy", "64"]
     done = bench(site, "--out", tmp_path, *options, FAKE_FAULT="start")
@@ -254,7 +267,7 @@ def test_bad_arguments_are_named(
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--requests", "0"], ["--toggle", "--breakdown"], ["--limit", "soon"]])
+@pytest.mark.parametrize("arguments", [["--requests", "0"], ["--cpu", "--redraw", "x"], ["--limit", "soon"]])
 def test_bad_numbers_and_two_modes_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", *arguments])
