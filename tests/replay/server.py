@@ -83,6 +83,11 @@ class Server:
         beside = [v for values in kept for v in values if hasattr(v, "untyped_storage")]
         return [*self.model.parameters(), *self.model.buffers(), *beside]
 
+    def guarded(self, bank: Any) -> list[Any]:
+        """The tensors of others that ``bank`` would miss: what it guards, and the weights of the model."""
+        held = [b.tensor() for b in bank.guard._buffers]
+        return [*(t for t in held if t is not None), *self.weights()]
+
     def state(self) -> tuple[Any, dict[str, Any]]:
         """Everything that steps change."""
         return self.runner.state(), {name: t.clone() for name, t in self.kept().items()}
@@ -122,6 +127,12 @@ def tape_backend(installation: Any, **options: Any) -> Any:
     from sglang_dsv4_graphs.bank.tape import TapeBackend
 
     return TapeBackend(installation.runtime.engine.current_capture_var, **options)
+
+
+def store_breaks(installation: Any, **options: Any) -> Any:
+    """A tape on a server whose K stores cannot be captured, as with a request window."""
+    installation.runtime.engine.stores_in_graph = lambda backend: False
+    return tape_backend(installation, **options)
 
 
 @cache
