@@ -540,6 +540,21 @@ def test_the_rehearsal_runs_everything_on_the_serving_stream() -> None:
     assert not s.world.served.rehearsing
 
 
+def test_the_rehearsal_runs_each_kind_of_step() -> None:
+    s = Sweep(World())
+    s.captured()
+    s.dummies.runs.clear()
+    served, seen = s.world.served, []
+    run = s.dummies.run_whole
+    s.dummies.run_whole = lambda batch: seen.append((served.ready, served.rehearsing)) or run(batch)  # type: ignore[method-assign]
+    s.startup.rehearse("stream")
+    # The largest bucket, and a tail of one request.
+    assert s.dummies.runs == [("whole", 16), ("whole", 128)]
+    assert seen == [(True, True)] * 2
+    assert not served.ready
+    assert not served.rehearsing
+
+
 def test_the_summary_counts_memory_and_graphs_of_all_banks(lines: Callable[[], list[str]]) -> None:
     s = Sweep(World())
     s.device.free = 10 << 30
