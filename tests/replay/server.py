@@ -84,9 +84,9 @@ class Server:
         return [*self.model.parameters(), *self.model.buffers(), *beside]
 
     def guarded(self, bank: Any) -> list[Any]:
-        """The tensors of others that ``bank`` would miss: what it guards, and the weights of the model."""
-        held = [b.tensor() for b in bank.guard._buffers]
-        return [*(t for t in held if t is not None), *self.weights()]
+        """The tensors of others whose move ``bank`` would notice: buffers, and weights of its own layers."""
+        held = [b.tensor() for b in (*bank.guard._buffers, *bank.guard._weights)]
+        return [t for t in held if t is not None]
 
     def state(self) -> tuple[Any, dict[str, Any]]:
         """Everything that steps change."""
