@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from sglang_dsv4_graphs.bank.tape_ops import tensors_in
 from tests.replay.judge import Judge
 from tests.replay.server import (
     DECODER_REPLAY,
@@ -43,6 +42,8 @@ def window_events(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     """What happens to the window caches of ``runner`` within the block, in order."""
     from sglang.srt.models.deepseek_v4 import MQALayer
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    from sglang_dsv4_graphs.bank.tape_ops import tensors_in
 
     events: list[Event] = []
     caches = {cache.untyped_storage().data_ptr(): i for i, cache in enumerate(runner.token_to_kv_pool.swa)}
@@ -163,6 +164,8 @@ def test_nothing_touches_the_window_between_a_captured_store_and_attention(
 @pytest.mark.parametrize("name", [FULL_LAYER, DECODER_REPLAY])
 def test_graphs_touch_the_windows_of_their_layers_alone(servers: Servers, name: str) -> None:
     """Each by one store, under the bank's guard; breaks do everything else to what steps keep."""
+    from sglang_dsv4_graphs.bank.tape_ops import tensors_in
+
     server = servers.shared("captured", ONE_BUCKET)
     bank = server.bank(name)
     caches = {t.untyped_storage().data_ptr(): name for name, t in server.runner.token_to_kv_pool._buffers().items()}
