@@ -77,12 +77,6 @@ class Server:
             named["engram_history"] = self.model.engram_hasher.history
         return named
 
-    def weights(self) -> list[Any]:
-        """The tensors that live as long as the model: parameters, buffers, and what its modules keep beside them."""
-        kept = [vars(module).values() for module in self.model.modules()]
-        beside = [v for values in kept for v in values if hasattr(v, "untyped_storage")]
-        return [*self.model.parameters(), *self.model.buffers(), *beside]
-
     def guarded(self, bank: Any) -> list[Any]:
         """The tensors of others whose move ``bank`` would notice: buffers, and weights of its own layers."""
         held = [b.tensor() for b in (*bank.guard._buffers, *bank.guard._weights)]
