@@ -60,6 +60,10 @@ class CpuKVPool:
         """Token slots to sliding-window slots."""
         return self.full_to_swa[loc.long()]
 
+    def get_swa_key_buffer_radix(self, layer_id: int) -> Tensor:
+        """The window rows of ``layer_id``, where the store below writes them."""
+        return self.swa[layer_id]
+
     def set_swa_key_buffer_radix_fused_norm_rope(
         self,
         layer_id: int,

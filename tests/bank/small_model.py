@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4_graphs.bank.served import ServedModel
+from sglang_dsv4_graphs.engine.api import Engine
 from sglang_dsv4_graphs.extend import make_manager
 from sglang_dsv4_graphs.log import RankLog
 from sglang_dsv4_graphs.settings import Settings
@@ -39,12 +40,17 @@ class SmallEngine:
 
     version = "small"
     HcState = State
+    # Scopes that touch nothing of the engine are the real ones.
+    sharing = Engine.sharing
+    storing_into = Engine.storing_into
 
     def __init__(self) -> None:
         self.capture_var: ContextVar[Any] = ContextVar("capture", default=None)
         self.break_context: Any = None
         self.breakable = self.capturing_range = self.capturing_engine = self.recording_experts = False
         self.prefill_graph = False
+        self.step_shared: Any = None
+        self.static_slots: Any = None
         self.backend = SimpleNamespace(forward_metadata=SimpleNamespace(), tail_forward_metadata=None)
 
     def get_break_context(self) -> Any:

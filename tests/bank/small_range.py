@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.breaks.shared import StepShared
 
 STREAMS, HIDDEN, SLOTS = 2, 3, 256
 
@@ -42,6 +43,11 @@ class SmallRange:
         self.scopes: list[tuple[str, Any]] = []
         self.seen: list[tuple[str, int]] = []
         self.fails: Exception | None = None
+        # What the replay under way shares, and what each break saw of it.
+        self.shared: StepShared | None = None
+        self.shared_in_breaks: list[StepShared | None] = []
+        # Where a capture under way stores inside its segment; None where the store breaks.
+        self.slots: torch.Tensor | None = None
         self._store = breaking(capture_var, self._store_live_rows)
         self._attend = breaking(capture_var, self._attend_live_rows)
 
@@ -60,6 +66,25 @@ class SmallRange:
         finally:
             self.scopes.pop()
 
+    @contextmanager
+    def sharing(self, shared: StepShared | None) -> Iterator[None]:
+        self.shared = shared
+        try:
+            yield
+        finally:
+            self.shared = None
+
+    @contextmanager
+    def storing_into(self, slots: torch.Tensor | None) -> Iterator[None]:
+        self.slots = slots
+        try:
+            yield
+        finally:
+            self.slots = None
+
+    def window_slots(self, batch: Any) -> torch.Tensor:
+        return batch.out_cache_loc
+
     def body(self, inputs: RangeInputs, batch: Any, captured_layers: Any = ()) -> list[torch.Tensor | None]:
         if self.fails is not None:
             raise self.fails
@@ -70,7 +95,10 @@ class SmallRange:
         if batch.num_token_non_padded is not None:
             x = torch.where(torch.arange(rows)[:, None] < batch.num_token_non_padded, x, 0.0)
         out = torch.zeros_like(x)
-        self._store(x)
+        if self.slots is None:
+            self._store(x)
+        else:
+            self.cache.index_copy_(0, self.slots[:rows], x)
         self._attend(out)
         residual = inputs.residual + out[:, None, :] + x[:, None, :] * 2
         aux = [torch.cat([x + layer for layer in captured_layers], dim=-1)] if captured_layers else []
@@ -81,6 +109,7 @@ class SmallRange:
         batch = self.scopes[-1][1]
         rows = batch.global_num_token_non_padded_cpu
         self.seen.append((what, rows))
+        self.shared_in_breaks.append(self.shared)
         return rows, batch.out_cache_loc[:rows]
 
     def _store_live_rows(self, x: torch.Tensor) -> None:
@@ -101,10 +130,10 @@ def live_rows(rows: int, *, pre: bool = True) -> RangeInputs:
 
 
 def live_batch(rows: int, *, counted: bool = True, sharded: bool = False) -> Any:
-    """A step's batch at random slots, its counts its own."""
+    """A step's batch at random slots, its counts its own; slot 0 is for padding."""
     count = torch.tensor(rows, dtype=torch.int32) if counted else None
     return SimpleNamespace(
-        out_cache_loc=torch.randperm(SLOTS)[:rows],
+        out_cache_loc=1 + torch.randperm(SLOTS - 1)[:rows],
         num_token_non_padded=count,
         global_num_token_non_padded=count,
         global_num_token_non_padded_cpu=rows,

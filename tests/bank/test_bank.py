@@ -19,6 +19,7 @@ from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError  # noqa: E402
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs  # noqa: E402
 from sglang_dsv4_graphs.bank.tape import TapeBackend  # noqa: E402
+from sglang_dsv4_graphs.breaks.shared import StepShared  # noqa: E402
 from tests.bank.small_range import SmallRange, live_batch, live_rows  # noqa: E402
 
 BUCKETS = (4, 8)
@@ -59,10 +60,11 @@ def assert_same(one: RangeOutputs, other: RangeOutputs) -> None:
 @pytest.mark.parametrize("pre", [True, False], ids=["pre-mix", "first layers"])
 @pytest.mark.parametrize("counted", [True, False], ids=["counts", "no counts"])
 @pytest.mark.parametrize("layers", [(), (1, 2)], ids=["", "captured layers"])
+@pytest.mark.parametrize("in_graph", [False, True], ids=["", "store in the graph"])
 def test_replay_equals_eager_on_other_rows(
-    make_bank: MakeBank, pre: bool, counted: bool, layers: tuple[int, ...]
+    make_bank: MakeBank, pre: bool, counted: bool, layers: tuple[int, ...], in_graph: bool
 ) -> None:
-    bank = captured(make_bank(captured_layers=layers), pre=pre, counted=counted)
+    bank = captured(make_bank(captured_layers=layers, store_in_graph=in_graph), pre=pre, counted=counted)
     small = bank.layers
     assert isinstance(small, SmallRange)
     for rows in (1, 3, 4, 5, 8, 2, 8, 1):
@@ -76,7 +78,8 @@ def test_replay_equals_eager_on_other_rows(
         small.cache.copy_(before)
         eager = bank.run_eagerly(bucket, live, batch).cloned()
         assert_same(replayed, eager)
-        assert torch.equal(after, small.cache)
+        # Eager stores the step's rows alone; slot 0 takes what padding rows of a graph store.
+        assert torch.equal(after[1:], small.cache[1:])
         assert replayed.residual.shape[0] == rows
         assert (replayed.aux is not None) == bool(layers)
 
@@ -99,6 +102,81 @@ def test_breaks_read_the_step_and_its_real_rows(make_bank: MakeBank) -> None:
     assert small.seen == [("store", 3), ("attend", 3)]
     assert small.cache.any(1).nonzero().flatten().tolist() == sorted(batch.out_cache_loc.tolist())
     assert small.scopes == []
+
+
+def test_a_captured_store_writes_the_steps_slots_and_for_padding_slot_0(make_bank: MakeBank) -> None:
+    bank = captured(make_bank(store_in_graph=True))
+    assert [s.segments for s in bank.stats] == [2, 2]  # around the attention alone
+    small, rubbish = bank.layers, float("nan")
+    for rows in (8, 5, 7, 1):  # fewer rows leave slots of the step before behind them
+        small.seen.clear()
+        small.cache.fill_(rubbish)
+        live, batch = live_rows(rows), live_batch(rows)
+        bank.replay(8, live, batch)
+        assert small.seen == [("attend", rows)]
+        written = (~small.cache.isnan()).any(1).nonzero().flatten().tolist()
+        assert written == sorted([*([0] if rows < 8 else []), *batch.out_cache_loc.tolist()])
+        stored = small.cache[batch.out_cache_loc].clone()
+        small.cache.fill_(rubbish)
+        bank.run_eagerly(8, live, batch)
+        assert torch.equal(stored, small.cache[batch.out_cache_loc])
+        assert small.cache[0].isnan().all()
+
+
+def test_slots_are_those_of_the_step_under_way(make_bank: MakeBank) -> None:
+    bank = make_bank(store_in_graph=True)
+    small, asked = bank.layers, []
+
+    def window_slots(batch: Any) -> Any:
+        asked.append((small.scopes[-1:] and small.scopes[-1][1] is batch, batch.global_num_token_non_padded_cpu))
+        return torch.cat([batch.out_cache_loc, torch.tensor([-7])])  # may be longer than the step's rows
+
+    small.window_slots = window_slots  # type: ignore[method-assign]
+    bank.capture(8, live_rows(8), live_batch(8), SimpleNamespace())
+    asked.clear()
+    small.cache.zero_()
+    batch = live_batch(3)
+    bank.replay(8, live_rows(3), batch)
+    assert asked == [(True, 3)]  # with the step's contexts around it: the engine asks its metadata
+    assert small.cache[1:].any(1).nonzero().flatten().tolist() == sorted((batch.out_cache_loc - 1).tolist())
+    assert small.slots is None
+
+
+def test_a_store_that_breaks_asks_for_no_slots(make_bank: MakeBank) -> None:
+    bank = make_bank()
+    bank.layers.window_slots = None  # type: ignore[method-assign]
+    captured(bank)
+    bank.replay(8, live_rows(3), live_batch(3))
+    assert [s.segments for s in bank.stats] == [3, 3]
+
+
+def test_each_replay_shares_among_its_breaks_alone(make_bank: MakeBank) -> None:
+    bank = captured(make_bank())
+    small = bank.layers
+    live, batch = live_rows(3), live_batch(3)
+    assert set(small.shared_in_breaks) == {None}  # captures and their warm-ups
+    seen = small.shared_in_breaks
+    for replay in (1, 2):
+        seen.clear()
+        bank.replay(4, live, batch)
+        assert len(seen) == 2
+        assert isinstance(seen[0], StepShared)
+        assert seen[0] is seen[1]
+        # As a break would: nothing of it may reach the next replay.
+        assert seen[0].get("rows", lambda replay=replay: replay) == replay
+    seen.clear()
+    bank.run_eagerly(4, live, batch)
+    assert seen == [None, None]
+    batch.out_cache_loc = torch.tensor([1, 2, 10**6])
+    with pytest.raises(IndexError):
+        bank.replay(4, live, batch)
+    assert small.shared is None
+
+
+def test_without_lean_breaks_nothing_is_shared(make_bank: MakeBank) -> None:
+    bank = captured(make_bank(lean=False))
+    bank.replay(4, live_rows(3), live_batch(3))
+    assert set(bank.layers.shared_in_breaks) == {None}
 
 
 def test_the_steps_batch_stays_as_it_is(make_bank: MakeBank) -> None:
@@ -135,8 +213,9 @@ def test_counts_are_the_ranks_own_share(make_bank: MakeBank) -> None:
     assert not torch.equal(outputs.residual[2], live.residual[2])
 
 
-def test_graphs_read_nothing_that_the_bank_does_not_own(make_bank: MakeBank) -> None:
-    bank = captured(make_bank())
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_graphs_read_nothing_that_the_bank_does_not_own(make_bank: MakeBank, in_graph: bool) -> None:
+    bank = captured(make_bank(store_in_graph=in_graph))
     kept = [*bank.owned_tensors(), bank.layers.weight, bank.layers.cache]
     for bucket in BUCKETS:
         recording = bank.recording(bucket)
@@ -159,8 +238,9 @@ def test_outputs_are_views_until_the_next_replay(make_bank: MakeBank) -> None:
     assert torch.equal(bank.outputs(4, 2).residual, second.residual)
 
 
-def test_all_buckets_share_the_static_rows(make_bank: MakeBank) -> None:
-    bank = make_bank()
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_all_buckets_share_the_static_rows(make_bank: MakeBank, in_graph: bool) -> None:
+    bank = make_bank(store_in_graph=in_graph)
     bank.capture(8, live_rows(8), live_batch(8), SimpleNamespace())
     held, size = [t.data_ptr() for t in bank.owned_tensors()], bank.static_bytes
     bank.capture(4, live_rows(4), live_batch(4), SimpleNamespace())
@@ -219,9 +299,10 @@ def test_drop_and_retire(make_bank: MakeBank) -> None:
     assert (bank.retired, bank.buckets, bank.stats, bank.bucket_for(1)) == ("shut down", (), [], None)
 
 
-def test_retiring_waits_and_frees_everything_the_bank_owns(make_bank: MakeBank) -> None:
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_retiring_waits_and_frees_everything_the_bank_owns(make_bank: MakeBank, in_graph: bool) -> None:
     graphs_at_wait: list[int] = []
-    bank = make_bank(synchronize=lambda: graphs_at_wait.append(len(bank._captured)))
+    bank = make_bank(store_in_graph=in_graph, synchronize=lambda: graphs_at_wait.append(len(bank._captured)))
     metadata = SimpleNamespace(q_pad_buffer=torch.zeros(8))
     bank.capture(8, live_rows(8), live_batch(8), metadata)
     held = bank.replay(8, live_rows(5), live_batch(5))

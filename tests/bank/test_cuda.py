@@ -17,6 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from sglang_dsv4_graphs.bank import cuda  # noqa: E402
 from sglang_dsv4_graphs.bank.backend import CaptureError  # noqa: E402
 from sglang_dsv4_graphs.bank.cuda import CudaGraphBackend  # noqa: E402
 from sglang_dsv4_graphs.bank.ranks import Ranks  # noqa: E402
@@ -110,9 +111,9 @@ def no_gpu() -> Iterator[None]:
         yield
 
 
-def record(engine: Engine, ranks: Ranks, at: str | None) -> Any:
+def record(engine: Engine, ranks: Ranks, at: str | None, **options: Any) -> Any:
     with no_gpu():
-        backend = CudaGraphBackend(engine, pool="pool", stream="stream", ranks=ranks)  # type: ignore[arg-type]
+        backend = CudaGraphBackend(engine, pool="pool", stream="stream", ranks=ranks, **options)  # type: ignore[arg-type]
         return backend.record(Body(engine, at), warmups=1)
 
 
@@ -132,6 +133,71 @@ def test_the_reason_is_what_the_body_raised(at: str) -> None:
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     # What it left of the communicators' inputs must not be registered with the next capture's.
     assert engine.done == ["pool pool", "registered", "forgotten"]
+
+
+@pytest.fixture
+def holders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Captures that torch was asked for: what of a graph, its pool, its stream, and the device of what it ran."""
+    captured: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def graph(holder: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        # The process's other threads use the device meanwhile.
+        assert capture_error_mode == "thread_local"
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros", lambda size, device: captured.append((holder, pool, stream, device)))
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: object())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(cuda, "_HELD", {})
+    return captured
+
+
+def test_a_shared_pool_is_held_once_for_good(holders: list[tuple[Any, ...]]) -> None:
+    for _ in range(2):
+        record(Engine(), Ranks(0, 1), None, shared=True)
+    ((graph, *rest),) = holders
+    assert rest == ["pool", "stream", "cuda"]
+    assert list(cuda._HELD.items()) == [
+        ("pool", graph)
+    ]  # a graph that nobody holds is destroyed, and its pool is free again
+    with no_gpu():
+        cuda.hold_pool("another", "stream")
+    assert [pool for _, pool, *_ in holders] == ["pool", "another"]
+
+
+def test_a_pool_is_held_before_the_first_capture(holders: list[tuple[Any, ...]]) -> None:
+    """Whatever becomes of ours: a bank that captured nothing lets go of nothing."""
+    with pytest.raises(CaptureError):
+        record(Engine(), Ranks(0, 1), PLACES[0], shared=True)
+    assert len(holders) == 1
+
+
+def test_a_holder_that_fails_is_a_failed_capture(
+    holders: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room for the holder")
+
+    monkeypatch.setattr(cuda, "hold_pool", no_room)
+    engine = Engine()
+    with pytest.raises(CaptureError, match=r"^OutOfMemoryError: no room for the holder$"):
+        record(engine, Ranks(0, 1), None, shared=True)
+    assert engine.done == ["forgotten"]
+
+
+def test_pools_of_our_own_are_not_held(holders: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go back to the device with their last graph."""
+    record(Engine(), Ranks(0, 1), None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "of its own")
+    engine = Engine()
+    with no_gpu():
+        shared = CudaGraphBackend(engine, pool="pool", stream="s", ranks=Ranks(0, 1), shared=True)  # type: ignore[arg-type]
+        for backend in (shared.apart(), shared.scratch()):
+            backend.record(Body(engine), warmups=0)
+    assert engine.done[0] == "pool of its own"
+    assert holders == []
 
 
 def wherever_one_fails(rank: int, size: int) -> dict[str, Any]:

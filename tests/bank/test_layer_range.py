@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs, multi_stream_off  # noqa: E402
+from sglang_dsv4_graphs.breaks.shared import StepShared  # noqa: E402
 from sglang_dsv4_graphs.engine.facts import MULTI_STREAM_ENV  # noqa: E402
 from tests.bank.small_model import LATE, LAYERS, World, loop  # noqa: E402
 
@@ -66,6 +67,18 @@ def test_the_body_leaves_the_model_alone(world: World) -> None:
         layers.body(inputs, batch)
     assert (list(world.model.layers), dict(vars(world.model))) == before
     assert world.model.seen_tails == [None]  # the engine's own tail graphs have no part in ours
+
+
+def test_what_breaks_share_and_where_stores_go_is_the_engines_to_know(world: World) -> None:
+    """The break functions ask the engine; the step's batch says which slots are its own."""
+    engine, layers, shared, slots = world.engine, make_range(world, 0, LATE), StepShared(), torch.arange(4)
+    with layers.sharing(shared), layers.storing_into(slots):
+        assert engine.step_shared is shared
+        assert engine.static_slots is slots
+    assert engine.step_shared is engine.static_slots is None
+    batch = world.batch([4])
+    engine.window_slots = lambda given: slots if given is batch else None  # type: ignore[attr-defined]
+    assert layers.window_slots(batch) is slots
 
 
 def test_a_capture_marks_itself_and_a_replay_does_not(world: World) -> None:

@@ -17,8 +17,8 @@ from sglang_dsv4_graphs.bank.probes import KnownBuffers, derived_tensors, model_
 from sglang_dsv4_graphs.extend import Probe  # noqa: E402
 
 
-def guard(pool: Any) -> AddressGuard:
-    probe = Probe(None, SimpleNamespace(token_to_kv_pool=pool), None)
+def guard(pool: Any, model: Any = None) -> AddressGuard:
+    probe = Probe(None, SimpleNamespace(token_to_kv_pool=pool), model)
     return AddressGuard(KnownBuffers().dsv4_graphs_guard(probe))
 
 
@@ -61,6 +61,59 @@ def test_the_request_windows_workspace() -> None:
 @pytest.mark.parametrize("pool", [SimpleNamespace(), SimpleNamespace(request_window=None)])
 def test_no_request_window(pool: Any) -> None:
     assert guard(pool).names == ()
+
+
+class WindowPool:
+    """A KV pool that keeps K rows per layer and counts who asks for them."""
+
+    request_window = None
+
+    def __init__(self, layers: int) -> None:
+        self.rows = [torch.zeros(4) for _ in range(layers)]
+        self.asked: list[int] = []
+
+    def get_swa_key_buffer_radix(self, layer_id: int) -> torch.Tensor:
+        self.asked.append(layer_id)
+        return self.rows[layer_id]
+
+
+@pytest.mark.usefixtures("no_flashinfer")
+def test_the_windows_of_the_models_layers() -> None:
+    pool = WindowPool(4)
+    found = guard(pool, SimpleNamespace(start_layer=1, end_layer=3))
+    assert found.names == ("window-k-1", "window-k-2")
+    assert pool.asked == []  # it may wait for a layer: asked when addresses are taken, and after updates
+    captured = found.addresses()
+    assert pool.asked == [1, 2]
+    check(found, captured)
+    kept = pool.rows[2]
+    pool.rows[2] = torch.zeros(4)
+    check(found, captured)
+    assert pool.asked == [1, 2]
+    found.weights_changed()
+    with pytest.raises(MovedBufferError, match="buffer=window-k-2 moved"):
+        check(found, captured)
+    pool.rows[2] = kept
+    check(found, captured)
+
+
+@pytest.mark.engine
+def test_the_engines_pool_stores_where_the_probe_looks() -> None:
+    """The store asks for the raw buffer, the probe for the one that attention reads: one and the same memory."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool as Pool
+
+    class Bare(Pool):
+        def __init__(self) -> None:
+            self.request_window, self._stage_start = None, 0
+            rows = [torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)]
+            self.swa_kv_pool = SimpleNamespace(kv_buffer=rows, get_key_buffer=lambda i: rows[i].view(torch.int8))
+
+        def wait_layer_transfer(self, layer_id: int) -> None: ...
+
+    pool = Bare()
+    found = guard(pool, SimpleNamespace(start_layer=0, end_layer=2))
+    assert found.names[:2] == ("window-k-0", "window-k-1")
+    assert found.addresses().buffers[:2] == tuple(pool.get_swa_raw_buffer(i).data_ptr() for i in range(2))
 
 
 def test_flashinfers_buffers(flashinfer: dict[Any, torch.Tensor]) -> None:

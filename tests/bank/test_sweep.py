@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,7 @@ class Sweep:
         ranks: Ranks | None = None,
         chunk: int | None = 16,
         cuda: bool = False,
+        store_in_graph: bool = False,
     ) -> None:
         self.world, self.dummies, self.device = world, SmallDummies(world), FakeDevice(is_cuda=cuda)
         self.ranks = ranks or Ranks(0, 1)
@@ -104,6 +106,7 @@ class Sweep:
             device=self.device,  # type: ignore[arg-type]
             chunk_size=chunk,
             strict=strict,
+            store_in_graph=store_in_graph,
         )
 
     def make_guard(self, first: int, last: int) -> AddressGuard:
@@ -153,6 +156,20 @@ def test_the_largest_bucket_comes_first(lines: Callable[[], list[str]]) -> None:
     assert info.startswith(
         f"dsv4-graphs: captured bank=full-layer graphs=3 rows=4..16 segments={3 * (LATE + 1)} gib=0.000 seconds="
     )
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_banks_are_told_how_to_break(lean: bool, in_graph: bool) -> None:
+    s = Sweep(World(lean_breaks=lean), store_in_graph=in_graph)
+    engine, slots, shared = s.world.engine, [], []
+    engine.window_slots = lambda batch: batch.out_cache_loc  # type: ignore[attr-defined]
+    engine.storing_into = lambda given: slots.append(given) or nullcontext()  # type: ignore[method-assign]
+    engine.sharing = lambda given: shared.append(given) or nullcontext()  # type: ignore[method-assign]
+    bank = s.captured()
+    assert [given is not None for given in slots] == [in_graph] * len(BUCKETS)
+    s.startup.visit(bank, s.world.batch([4]), lambda live, batch: bank.replay(4, live, batch))
+    assert [given is not None for given in shared] == [lean]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -521,6 +538,21 @@ def test_the_rehearsal_runs_everything_on_the_serving_stream() -> None:
     assert (open_during, s.world.served.ready) == ([True], False)
     assert s.device.streams == ["stream"]
     assert not s.world.served.rehearsing
+
+
+def test_the_rehearsal_runs_each_kind_of_step() -> None:
+    s = Sweep(World())
+    s.captured()
+    s.dummies.runs.clear()
+    served, seen = s.world.served, []
+    run = s.dummies.run_whole
+    s.dummies.run_whole = lambda batch: seen.append((served.ready, served.rehearsing)) or run(batch)  # type: ignore[method-assign]
+    s.startup.rehearse("stream")
+    # The largest bucket, and a tail of one request.
+    assert s.dummies.runs == [("whole", 16), ("whole", 128)]
+    assert seen == [(True, True)] * 2
+    assert not served.ready
+    assert not served.rehearsing
 
 
 def test_the_summary_counts_memory_and_graphs_of_all_banks(lines: Callable[[], list[str]]) -> None:

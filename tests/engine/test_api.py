@@ -112,6 +112,73 @@ def test_range_capture_scope_nests_and_ends_after_an_error(engine: Engine) -> No
         assert engine.capturing_range is before
 
 
+@pytest.mark.parametrize(("scope", "attribute"), [("sharing", "step_shared"), ("storing_into", "static_slots")])
+def test_scopes_of_replays_and_captures_nest_and_end_after_an_error(engine: Engine, scope: str, attribute: str) -> None:
+    given = [object(), object()]
+
+    def now() -> Any:
+        return getattr(engine, attribute)
+
+    enter = getattr(engine, scope)
+    assert now() is None
+    with enter(given[0]):
+        assert now() is given[0]
+        with enter(given[1]):
+            assert now() is given[1]
+        assert now() is given[0]
+        with enter(None):  # what is inside has none, whatever is around it
+            assert now() is None
+        with pytest.raises(ZeroDivisionError), enter(given[1]):
+            raise ZeroDivisionError
+        assert now() is given[0]
+    assert now() is None
+
+
+def test_stores_in_graphs_of_an_ordinary_pool_alone(engine: Engine) -> None:
+    def backend(**pool: Any) -> Any:
+        return SimpleNamespace(token_to_kv_pool=SimpleNamespace(**pool))
+
+    plain = backend(request_window=None)
+    assert engine.stores_in_graph(plain)
+    assert engine.stores_in_graph(backend())
+    assert not engine.stores_in_graph(backend(request_window=object()))
+    with engine.envs.SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE.override(True):
+        assert not engine.stores_in_graph(plain)
+    assert engine.stores_in_graph(plain)
+
+
+def test_a_store_takes_its_slots_from_its_backend_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is why slots can be given to a captured store: nothing else of the step's batch is looked at."""
+    from sglang.srt.models import deepseek_v4
+
+    stored: list[dict[str, Any]] = []
+    pool = SimpleNamespace(set_swa_key_buffer_radix_fused_norm_rope=lambda **given: stored.append(given))
+    monkeypatch.setattr(deepseek_v4, "get_token_to_kv_pool", lambda: pool)
+    attention = SimpleNamespace(
+        layer_id=3,
+        q_lora_rank=2,
+        kv_norm=SimpleNamespace(weight=torch.ones(3)),
+        eps=1e-6,
+        freqs_cis="angles",
+    )
+    asked: list[Any] = []
+    backend = SimpleNamespace(get_swa_out_cache_loc=lambda batch: asked.append(batch) or "slots")
+    batch, qkv, positions = object(), torch.randn(4, 5), torch.arange(4)
+    store = deepseek_v4.MQALayer._compute_kv_to_cache
+    store(attention, torch.randn(4, 8), positions, batch, backend, qkv_a=qkv)
+    ((given,), (asked_with,)) = (stored, asked)
+    assert asked_with is batch
+    assert (given["swa_loc"], given["layer_id"], given["positions"]) == ("slots", 3, positions)
+    assert torch.equal(given["kv"], qkv[:, 2:])
+
+
+def test_window_slots_are_the_attention_backends(engine: Engine) -> None:
+    slots = torch.arange(4)
+    backend = SimpleNamespace(get_swa_out_cache_loc=lambda batch: slots if batch == "the step's" else None)
+    with engine.fresh_step_context(backend, SimpleNamespace(moe_num_token_non_padded=lambda: None)):
+        assert engine.window_slots("the step's") is slots
+
+
 def test_range_capture_scope_is_the_engines_tail_scope(engine: Engine, newer: bool) -> None:
     if not newer:
         pytest.skip("0.5.22 has none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,12 +22,13 @@ class Engine:
 
     def __init__(self, rows: int) -> None:
         self.capturing_range = True
+        self.static_slots: Any = None
         self.breaks: list[str] = []
         self.stubs: list[Any] = []
         self.forwards: list[dict[str, Any]] = []
         batch = SimpleNamespace(global_num_token_non_padded_cpu=rows)
         self.context = SimpleNamespace(forward_batch=batch, attention_layers={LAYER: "layer 3"})
-        self.backend = SimpleNamespace(forward=self.forward)
+        self.backend = SimpleNamespace(forward=self.forward, store_cache="the backend's")
 
     def eager_on_graph(self, run: Any, capture_stub: Any = None) -> Any:
         def wrapper(*args: Any) -> Any:
@@ -233,6 +234,64 @@ def test_the_sources_of_0_5_22_are_skipped_while_capturing() -> None:
     (stub,) = engine.stubs
     assert stub(sources, "layer", "x", "q", "positions") is None
     assert len(ran) == 1
+
+
+class SlotStore:
+    """A store by either version's name; notes its rows and the slots that it asks its backend for."""
+
+    layer_id = LAYER
+    engine: Any = None
+    stored: ClassVar[list[Any]] = []
+
+    def _compute_kv_to_cache(self, x: Any, positions: Any, batch: Any, backend: Any, qkv_a: Any = None) -> None:
+        assert not self.engine.capturing_range
+        assert batch is self.engine.context.forward_batch
+        assert backend.store_cache == "the backend's"
+        self.stored.append((x, positions, qkv_a, backend.get_swa_out_cache_loc(batch)))
+
+
+@pytest.mark.parametrize("release", ["0.5.22", "0.5.23"])
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("rows", [0, 4, BUCKET])
+def test_a_store_in_the_graph(release: str, lean: bool, rows: int) -> None:
+    """Every row of the bucket into as many static slots, at once and not in a break, whatever the step's rows."""
+    engine, _, breaks = make(rows, lean_breaks=lean)
+    engine.static_slots = torch.arange(100, 100 + BUCKET + 2)
+    attention = SlotStore()
+    attention.engine, attention.stored = engine, []  # type: ignore[misc]
+    x, positions, qkv = torch.randn(BUCKET, 4), torch.arange(BUCKET), torch.randn(BUCKET, 2)
+    if release == "0.5.22":
+        store = SlotStore._compute_kv_to_cache
+        assert breaks.around_kv_store(store, attention, x, positions, "captured", "backend", qkv_a=qkv) is None
+    else:
+        assert breaks.around_tail_kv_store(plain, attention, x, positions, qkv) is None
+    ((stored, at, qkv_rows, slots),) = attention.stored
+    assert stored is x
+    assert at is positions
+    assert qkv_rows is qkv
+    assert slots.data_ptr() == engine.static_slots.data_ptr()  # a copy would hold the capture's
+    assert slots.tolist() == list(range(100, 100 + BUCKET))
+    assert engine.breaks == []
+    assert engine.capturing_range
+
+    args = attention_arguments()
+    result = breaks.around_attention(plain, *args)
+    assert len(attention.stored) == 1  # the attention's break begins with no second one
+    assert engine.breaks == (["_run_attention"] if lean else [])
+    assert lean or result == "the engine's break"
+
+
+def test_slots_alone_do_not_store_in_a_graph() -> None:
+    """Without merging the engine's own break stores; outside a range everything is the engine's."""
+    engine, attention, breaks = make(4, merged_kv_store=False)
+    engine.static_slots = torch.arange(BUCKET)
+    assert breaks.around_tail_kv_store(plain, attention, "x", "positions", None) == "the engine's break"
+    engine, attention, breaks = make(4)
+    engine.static_slots, engine.capturing_range = torch.arange(BUCKET), False
+    assert breaks.around_tail_kv_store(plain, attention, "x", "positions", None) == "the engine's break"
+    args, _ = breaks.around_kv_store(original_store, attention, "x", "p", "batch", "backend")
+    assert args == (attention, "x", "p", "batch", "backend")
+    assert attention.stored == []
 
 
 def test_outside_a_range_every_call_is_the_engines() -> None:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from sglang_dsv4_graphs.breaks.shared import StepShared
-from sglang_dsv4_graphs.engine.api import Engine
-from sglang_dsv4_graphs.engine.facts import installed_version
-from sglang_dsv4_graphs.hooks.indexer import IndexerBreaks
-from sglang_dsv4_graphs.hooks.ledger import Ledger
+torch = pytest.importorskip("torch")
+
+from sglang_dsv4_graphs.breaks.shared import StepShared  # noqa: E402
+from sglang_dsv4_graphs.engine.api import Engine  # noqa: E402
+from sglang_dsv4_graphs.engine.facts import installed_version  # noqa: E402
+from sglang_dsv4_graphs.hooks.indexer import IndexerBreaks  # noqa: E402
+from sglang_dsv4_graphs.hooks.ledger import Ledger  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

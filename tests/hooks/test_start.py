@@ -40,6 +40,11 @@ class Engine:
         self.envs = SimpleNamespace(SGLANG_ENABLE_GRAPH_POOL_BORROW=borrow)
         self.offloads, self.a2a = False, "none"
         self.asked: list[str] = []
+        # The backends that may store inside a graph.
+        self.storing: list[Any] = []
+
+    def stores_in_graph(self, backend: Any) -> bool:
+        return backend in self.storing
 
     def get_parallel(self) -> Any:
         return self.parallel
@@ -248,7 +253,7 @@ def test_pool_and_stream_of_cuda_graphs(shared: bool, monkeypatch: pytest.Monkey
     served = Served(global_pool=shared)
     make_backend(engine, served, Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
     kind = "global" if shared else "private"
-    assert made == {"pool": f"{kind} pool", "stream": f"{kind} stream", "ranks": served.ranks}
+    assert made == {"pool": f"{kind} pool", "stream": f"{kind} stream", "ranks": served.ranks, "shared": shared}
 
 
 class Steps:
@@ -315,6 +320,15 @@ def test_a_mixed_chunk_is_larger_than_the_chunk(mixed: bool, rows: int) -> None:
     startup = make_startup(engine, Served(), Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
     assert startup.largest_step == rows
     assert startup.chunk_size == 4096
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("able", [True, False])
+def test_stores_are_captured_where_both_setting_and_backend_allow(merged: bool, able: bool) -> None:
+    engine, runner, served = Engine(), Runner(), Served(merged_kv_store=merged)
+    engine.storing = [runner.attn_backend] if able else []
+    startup = make_startup(engine, served, runner, make_manager(third_parties=False))  # type: ignore[arg-type]
+    assert startup._store_in_graph is (merged and able)
 
 
 def test_ranks_have_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

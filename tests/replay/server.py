@@ -77,11 +77,10 @@ class Server:
             named["engram_history"] = self.model.engram_hasher.history
         return named
 
-    def weights(self) -> list[Any]:
-        """The tensors that live as long as the model: parameters, buffers, and what its modules keep beside them."""
-        kept = [vars(module).values() for module in self.model.modules()]
-        beside = [v for values in kept for v in values if hasattr(v, "untyped_storage")]
-        return [*self.model.parameters(), *self.model.buffers(), *beside]
+    def guarded(self, bank: Any) -> list[Any]:
+        """The tensors of others whose move ``bank`` would notice: buffers, and weights of its own layers."""
+        held = [b.tensor() for b in (*bank.guard._buffers, *bank.guard._weights)]
+        return [t for t in held if t is not None]
 
     def state(self) -> tuple[Any, dict[str, Any]]:
         """Everything that steps change."""
@@ -122,6 +121,12 @@ def tape_backend(installation: Any, **options: Any) -> Any:
     from sglang_dsv4_graphs.bank.tape import TapeBackend
 
     return TapeBackend(installation.runtime.engine.current_capture_var, **options)
+
+
+def store_breaks(installation: Any, **options: Any) -> Any:
+    """A tape on a server whose K stores cannot be captured, as with a request window."""
+    installation.runtime.engine.stores_in_graph = lambda backend: False
+    return tape_backend(installation, **options)
 
 
 @cache

@@ -201,3 +201,23 @@ def test_what_is_derived_from_weights_is_compared_after_an_update(servers: Serve
     assert fallbacks == {(FULL_LAYER, RETIRED): 1}
     (line,) = server.log.having("moved-buffer", "buffer=layers.0.self_attn.transposed moved")
     assert f"bank={FULL_LAYER} " in line
+
+
+def test_a_window_that_moved_is_found_after_an_update(servers: Servers) -> None:
+    """Captured stores write there by address; asking for it may wait, so it is asked where much has changed."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    server = servers.own(SETTINGS)
+    story, pool = Story(server, Judge.of(server)), server.runner.token_to_kv_pool
+    story.step({"a": 60})
+    before, held = address_of(pool.swa[2]), pool.swa[2]
+    pool.swa[2] = held.clone()
+    with pytest.raises(AttributeError):  # of an update of nothing
+        WeightUpdater.__new__(WeightUpdater).begin_weight_update()
+    batch = story.batch({"a": 3})
+    right = server.eager_tail(batch)
+    step, replays, fallbacks = server.new_counts(lambda: server.runner.forward(batch))
+    assert same(step.tail, right)
+    assert replays == {}
+    assert fallbacks == {(FULL_LAYER, RETIRED): 1, (DECODER_REPLAY, RETIRED): 1}
+    retired_with(server, "window-k-2", before, address_of(pool.swa[2]))

@@ -1,7 +1,8 @@
-"""May the store of a layer's K wait until its attention begins? Only if nothing in between reads the window cache.
+"""May a layer's K be stored anywhere between where the engine stores it and its attention?
 
-Looked at in eager steps of the engine's own model: every tensor operation that touches a layer's window cache, with
-the layer's store and attention around it. And what merging is for: one break and one segment less per layer.
+Only if nothing in between reads the window cache. Looked at in eager steps of the engine's own model and in replays:
+every tensor operation that touches a layer's window cache, with the layer's store and attention around it. And what
+moving the store is for: one break and one segment less per layer. ``test_captured_store`` has what is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any
 
 import pytest
 
-from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, Servers
+from tests.replay.judge import Judge
+from tests.replay.server import (
+    DECODER_REPLAY,
+    DECODER_REPLAY_CAP,
+    FULL_LAYER,
+    FULL_LAYER_CAP,
+    Servers,
+    store_breaks,
+    tape_backend,
+)
+from tests.replay.story import Story
 
 pytestmark = pytest.mark.engine
 
@@ -32,14 +43,14 @@ def window_events(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     from sglang.srt.models.deepseek_v4 import MQALayer
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from sglang_dsv4_graphs.bank.tape_ops import tensors_in
+
     events: list[Event] = []
     caches = {cache.untyped_storage().data_ptr(): i for i, cache in enumerate(runner.token_to_kv_pool.swa)}
     store, attend = MQALayer._compute_kv_to_cache, runner.attn_backend.forward
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            from sglang_dsv4_graphs.bank.tape_ops import tensors_in
-
             for tensor in tensors_in([*args, *(kwargs or {}).values()]):
                 layer = caches.get(tensor.untyped_storage().data_ptr())
                 if layer is not None:
@@ -69,17 +80,26 @@ def operations(events: list[Event], layer: int, after: str, before: str) -> list
     return [what for what, _ in events[start + 1 : end]]
 
 
-def test_every_kind_of_layer_is_there(servers: Servers) -> None:
+# Compression ratio, whether the layer owns compressed KV, whether it selects for later layers.
+KINDS = [(0, False, False), (1, True, True), (1, False, True), (1, False, False), (2, True, True), (2, False, False)]
+
+
+def layers_of_kind(shape: Any, kind: tuple[int, bool, bool]) -> list[int]:
+    ratios = shape.compress_ratios
+    return [i for i, r in enumerate(ratios) if (r, i in shape.kv_sources, i in shape.index_sources) == kind]
+
+
+def test_every_layer_is_of_one_of_these_kinds(servers: Servers) -> None:
     shape = servers.shared("eager", ONE_BUCKET, startup=False).runner.shape
-    kinds = {(ratio, i in shape.kv_sources) for i, ratio in enumerate(shape.compress_ratios)}
-    assert kinds == {(0, False), (1, True), (1, False), (2, True), (2, False)}
-    # And index sources that own no KV, which read other layers' keys.
-    assert set(shape.index_sources) - set(shape.kv_sources)
+    of_kinds = [layers_of_kind(shape, kind) for kind in KINDS]
+    assert all(of_kinds)
+    assert sorted(layer for of_kind in of_kinds for layer in of_kind) == list(range(shape.layers))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefix", [0, 61, 200])
 def test_nothing_reads_the_window_between_store_and_attention(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch, prefix: int
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, prefix: int, kind: tuple[int, bool, bool]
 ) -> None:
     from sglang_dsv4_graphs.cpu_engine import Request
 
@@ -91,7 +111,7 @@ def test_nothing_reads_the_window_between_store_and_attention(
     batch = runner.batch(requests)
     with window_events(runner, monkeypatch) as events:
         runner.forward(batch)
-    for layer in range(runner.shape.layers):
+    for layer in layers_of_kind(runner.shape, kind):
         of_layer = [what for what, i in events if i == layer]
         assert (of_layer.count("store begins"), of_layer.count("attention")) == (1, 1), layer
         # The watch sees the store write and the attention read: silence in between is no blindness.
@@ -120,11 +140,51 @@ def test_a_read_in_between_would_show(servers: Servers, monkeypatch: pytest.Monk
     assert found == runner.shape.index_sources
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_touches_the_window_between_a_captured_store_and_attention(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, kind: tuple[int, bool, bool]
+) -> None:
+    server = servers.shared("captured", ONE_BUCKET)
+    runner, story = server.runner, Story(server, Judge.of(server))
+    story.judge.quiet = True
+    story.step({"a": 61})
+    batch = story.batch({"a": 40, "b": 3})
+    with window_events(runner, monkeypatch) as events:
+        _, replays, fallbacks = server.new_counts(lambda: runner.forward(batch))
+    assert (set(replays), fallbacks) == ({(FULL_LAYER, 64), (DECODER_REPLAY, 128)}, {})
+    for layer in layers_of_kind(runner.shape, kind):
+        store, attention = ("aten.index_copy_.default", layer), ("attention", layer)
+        of_layer = [event for event in events if event[1] == layer]
+        assert of_layer[:2] == [store, attention], layer  # the store is no call of Python's any more
+        assert of_layer.count(store) == of_layer.count(attention) == 1
+        # Nor does anything touch another layer's.
+        assert operations(events, layer, *(what for what, _ in (store, attention))) == [], layer
+
+
+@pytest.mark.parametrize("name", [FULL_LAYER, DECODER_REPLAY])
+def test_graphs_touch_the_windows_of_their_layers_alone(servers: Servers, name: str) -> None:
+    """Each by one store, under the bank's guard; breaks do everything else to what steps keep."""
+    from sglang_dsv4_graphs.bank.tape_ops import tensors_in
+
+    server = servers.shared("captured", ONE_BUCKET)
+    bank = server.bank(name)
+    caches = {t.untyped_storage().data_ptr(): name for name, t in server.runner.token_to_kv_pool._buffers().items()}
+    touched = []
+    for segment in bank.recording(bank.buckets[0])._parts[::2]:
+        for op in segment.ops:
+            at = {t.untyped_storage().data_ptr() for t in tensors_in([*op._args, *op._kwargs.values()])}
+            touched += [(caches[a], str(op)) for a in at if a in caches]
+    of_bank = range(bank.layers.first, bank.layers.last)
+    assert touched == [(f"swa.{layer}", "aten.index_copy_.default") for layer in of_bank]
+    assert {f"window-k-{layer}" for layer in of_bank} <= set(bank.guard.names)
+
+
 @pytest.mark.parametrize("lean", ["0", "1"])
-def test_merging_saves_a_break_and_a_segment_per_layer(servers: Servers, lean: str) -> None:
+@pytest.mark.parametrize("backend", [tape_backend, store_breaks], ids=["store in the graph", "store in the attention"])
+def test_merging_saves_a_break_and_a_segment_per_layer(servers: Servers, lean: str, backend: Any) -> None:
     counts: dict[str, dict[str, tuple[int, int]]] = {}
     for merged in ("0", "1"):
-        server = servers.own(ONE_BUCKET | {MERGED: merged, LEAN: lean})
+        server = servers.own(ONE_BUCKET | {MERGED: merged, LEAN: lean}, make_backend=backend)
         banks = {name: server.bank(name) for name in (FULL_LAYER, DECODER_REPLAY)}
         recordings = {name: bank.recording(bank.buckets[0]) for name, bank in banks.items()}
         counts[merged] = {name: (r.segments, r.breaks) for name, r in recordings.items()}

@@ -40,10 +40,15 @@ def recordings(server: Server) -> list[tuple[Any, Any]]:
     return [(bank, bank.recording(bucket)) for bank in banks for bucket in bank.buckets]
 
 
+def kept_for(server: Server, bank: Any) -> list[Any]:
+    """What somebody keeps for ``bank``'s graphs: itself, or others under its guard."""
+    return [*bank.owned_tensors(), *server.guarded(bank)]
+
+
 def spoil(server: Server) -> None:
     """Fill everything that the graphs could not find again."""
     for bank, recording in recordings(server):
-        recording.poison(keep=[*bank.owned_tensors(), *server.weights()])
+        recording.poison(keep=kept_for(server, bank))
 
 
 @pytest.mark.parametrize("name", BANKS)
@@ -51,9 +56,9 @@ def test_every_read_is_of_something_kept(server: Server, name: str) -> None:
     bank = server.bank(name)
     for bucket in bank.buckets:
         recording = bank.recording(bucket)
-        assert [str(r) for r in recording.external_reads([*bank.owned_tensors(), *server.weights()])] == [], bucket
+        assert [str(r) for r in recording.external_reads(kept_for(server, bank))] == [], bucket
         # And it knows of both: without one of them, they are reads of unknown owners.
-        unowned = recording.external_reads(server.weights())
+        unowned = recording.external_reads(server.guarded(bank))
         kept = {t.untyped_storage().data_ptr() for t in bank.owned_tensors()}
         assert unowned
         assert {r.tensor.untyped_storage().data_ptr() for r in unowned} <= kept
@@ -111,7 +116,7 @@ def test_a_stale_read_is_named_and_shows(servers: Servers, monkeypatch: pytest.M
     with stale(monkeypatch, name):
         server = servers.own(ONE_BUCKET)
     bank = server.bank(FULL_LAYER)
-    (read,) = bank.recording(64).external_reads([*bank.owned_tensors(), *server.weights()])
+    (read,) = bank.recording(64).external_reads(kept_for(server, bank))
     assert read.shape[0] == 64
     batch = Story(server, Judge.of(server)).batch({"a": 50})
     batch.positions += 7

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.replay.judge import Judge, same
-from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, SMALL, Servers
+from tests.replay.server import (
+    DECODER_REPLAY,
+    DECODER_REPLAY_CAP,
+    FULL_LAYER,
+    FULL_LAYER_CAP,
+    SMALL,
+    Servers,
+    store_breaks,
+)
 from tests.replay.story import Story, poisoning
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("lean", ["0", "1"])
-@pytest.mark.parametrize("merged", ["0", "1"])
-def test_every_kind_of_breaks(servers: Servers, merged: str, lean: str) -> None:
+@pytest.mark.parametrize(
+    ("merged", "backend"),
+    [("0", poisoning), ("1", poisoning), ("1", partial(store_breaks, poison=True))],
+    ids=["store breaks apart", "store in the graph", "store merged into the attention"],
+)
+def test_every_kind_of_breaks(servers: Servers, merged: str, backend: Any, lean: str) -> None:
     """Both settings that change the breaks, on the edges of few buckets."""
     environ = {
         FULL_LAYER_CAP: "128",
@@ -23,7 +36,7 @@ def test_every_kind_of_breaks(servers: Servers, merged: str, lean: str) -> None:
         "SGLANG_DSV4_EAGER_GRAPH_MERGED_KV_STORE": merged,
         "SGLANG_DSV4_EAGER_GRAPH_LEAN_BREAKS": lean,
     }
-    server = servers.own(environ, make_backend=poisoning)
+    server = servers.own(environ, make_backend=backend)
     judge = Judge.of(server)
     for steps in (
         [{"a": 1}, {"b": 64}, {"b": 65}],

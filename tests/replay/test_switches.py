@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from tests.replay.judge import Judge
-from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, Server, Servers
+from tests.replay.server import (
+    DECODER_REPLAY,
+    DECODER_REPLAY_CAP,
+    FULL_LAYER,
+    FULL_LAYER_CAP,
+    Server,
+    Servers,
+    store_breaks,
+    tape_backend,
+)
 from tests.replay.story import Story, serves
 
 pytestmark = pytest.mark.engine
@@ -64,10 +73,14 @@ def test_debug_replays_are_equal(servers: Servers) -> None:
     serves(server, {"a": 61}, {"a": 40, "b": 88}, {"c": 64})
 
 
-def test_debug_names_the_break_that_failed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make_backend", "name"), [(tape_backend, "attention"), (store_breaks, "store_and_attention")])
+def test_debug_names_the_break_that_failed(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, make_backend: Any, name: str
+) -> None:
     from sglang_dsv4_graphs.bank.backend import ReplayFault
 
-    server = servers.own(ONE_BUCKET | {"SGLANG_DSV4_DECODER_REPLAY_GRAPH_DEBUG": "1"})
+    debug = {"SGLANG_DSV4_DECODER_REPLAY_GRAPH_DEBUG": "1"}
+    server = servers.own(ONE_BUCKET | debug, make_backend=make_backend)
     story = Story(server, Judge.of(server))
     forward = server.runner.attn_backend.forward
 
@@ -77,7 +90,7 @@ def test_debug_names_the_break_that_failed(servers: Servers, monkeypatch: pytest
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(server.runner.attn_backend, "forward", failing)
-    with pytest.raises(ReplayFault, match=r"in break 1 .*store_and_attention.*an attention that fails") as raised:
+    with pytest.raises(ReplayFault, match=rf"in break 1 .*_run_{name} .*an attention that fails") as raised:
         server.runner.forward(story.batch({"a": 40}))
     assert (raised.value.part, raised.value.index) == ("break", 1)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)

@@ -62,7 +62,7 @@ def everything_fine(rank: int, up: Any) -> dict[str, Any]:
             found["pads"].append(list(bank._query_pad.shape))
             for bucket in bank.buckets:
                 recording = bank.recording(bucket)
-                keep = [*bank.owned_tensors(), *server.weights()]
+                keep = [*bank.owned_tensors(), *server.guarded(bank)]
                 found["unowned"] += [str(r) for r in recording.external_reads(keep)]
                 recording.poison(keep)
         return found | steps(server, {"a": 60}, {"a": 33, "b": 2}, {"c": 128})
