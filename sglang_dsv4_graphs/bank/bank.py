@@ -22,6 +22,7 @@ from sglang_dsv4_graphs.bank.buckets import bucket_for
 from sglang_dsv4_graphs.bank.counts import RowCounts
 from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
+from sglang_dsv4_graphs.bank.query_pad import QueryPad
 from sglang_dsv4_graphs.bank.statics import StaticRows
 from sglang_dsv4_graphs.breaks.shared import StepShared
 
@@ -64,6 +65,7 @@ class _Captured:
     recording: Recording
     addresses: Addresses
     stats: CaptureStats
+    query_pad: torch.Tensor | None
     # Never read: what the graph's kernels read by address must live as long as it.
     owned: tuple[Any, ...]
 
@@ -104,7 +106,7 @@ class Bank:
         self._slots: torch.Tensor | None = None
         self._statics = StaticRows(max(buckets, default=0))
         self._counts: RowCounts | None = None
-        self._query_pad: torch.Tensor | None = None
+        self._query_pad = QueryPad()
         self._captured: dict[int, _Captured] = {}
         self._buckets: tuple[int, ...] = ()
 
@@ -124,7 +126,9 @@ class Bank:
     def owned_tensors(self) -> list[torch.Tensor]:
         """Everything the graphs read that the bank keeps: what poison tests must leave alone."""
         counts = [] if self._counts is None else self._counts.tensors
-        pad = [] if self._query_pad is None else [self._query_pad]
+        # One per storage: smaller buckets read a part of the largest's.
+        pads = [c.query_pad for c in self._captured.values() if c.query_pad is not None]
+        pad = {t.untyped_storage().data_ptr(): t for t in sorted(pads, key=len)}.values()
         slots = [] if self._slots is None else [self._slots]
         return [*self._statics.tensors, *counts, *pad, *slots]
 
@@ -154,7 +158,8 @@ class Bank:
             self._synchronize()
         self._captured.clear()
         self._statics = StaticRows(0)
-        self._counts = self._query_pad = self._slots = None
+        self._counts = self._slots = None
+        self._query_pad = QueryPad()
 
     def capture(self, bucket: int, live: RangeInputs, batch: Any, metadata: Any) -> CaptureStats:
         """Record ``bucket``'s graph from a dummy step of exactly ``bucket`` rows.
@@ -168,15 +173,14 @@ class Bank:
         self._statics.allocate(live.tensors())
         self._statics.copy_in(live.tensors())
         batch = self._own_batch(batch, bucket, bucket)
-        if self._query_pad is not None and hasattr(metadata, "q_pad_buffer"):
-            metadata.q_pad_buffer = self._query_pad
+        self._query_pad.lend(metadata, bucket)
         self._bind_slots(batch, bucket, bucket)
         with self.layers.capture_scope(batch), self.layers.storing_into(self._slots):
             recording = self._backend.record(self._body(live, bucket, batch), warmups=1)
-        self._query_pad = getattr(metadata, "q_pad_buffer", None)
+        pad = self._query_pad.take(metadata)
         stats = CaptureStats(bucket, recording.segments, time.perf_counter() - start, max(0, free - self._free_bytes()))
         owned = (batch, dict(vars(batch)), metadata)
-        self._captured[bucket] = _Captured(recording, self.guard.addresses(), stats, owned)
+        self._captured[bucket] = _Captured(recording, self.guard.addresses(), stats, pad, owned)
         self._buckets = tuple(sorted(self._captured))
         return stats
 
