@@ -138,6 +138,10 @@ class Bank:
     def bucket_for(self, rows: int) -> int | None:
         return bucket_for(rows, self._buckets)
 
+    def takes(self, live: RangeInputs) -> bool:
+        """Whether ``live`` are rows of the type that was captured; any others must run eagerly."""
+        return self._statics.takes(live.tensors())
+
     def check(self, bucket: int, *, everything: bool = False) -> None:
         """Raise ``MovedBufferError`` if a buffer that ``bucket``'s graph reads has moved."""
         self.guard.check(self._captured[bucket].addresses, bank=self.name, bucket=bucket, everything=everything)

@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
+from sglang_dsv4_graphs.bank.decide import OTHER_ROWS
 from sglang_dsv4_graphs.bank.engram import staged_by_scheduler
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.range_bank import RangeBank
@@ -92,6 +93,9 @@ class DecoderReplayBank(RangeBank):
         if bucket is None:
             return None
         live = RangeInputs(state.residual, state.pre, positions, input_ids)
+        if not bank.takes(live):
+            served.count_fallback(NAME, OTHER_ROWS, live.rows)
+            return None
         outputs = self.replay(served, bank, bucket, live, batch)
         aux = [] if outputs.aux is None else list(outputs.aux.chunk(len(bank.captured_layers), dim=-1))
         return outputs.residual, outputs.pre, aux

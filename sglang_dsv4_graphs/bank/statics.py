@@ -34,6 +34,10 @@ class StaticRows:
         """The first ``rows`` rows of every input buffer."""
         return [buffer[:rows] for buffer in self._inputs]
 
+    def takes(self, live: Sequence[torch.Tensor]) -> bool:
+        """Whether ``live`` are rows like those that the buffers were made for."""
+        return len(live) == len(self._inputs) and all(map(_alike, self._inputs, live))
+
     def copy_in(self, live: Sequence[torch.Tensor], *, clear_to: int = 0) -> None:
         """Copy a step's rows in; rows from there to ``clear_to`` are zeroed (comparisons only).
 
@@ -41,7 +45,7 @@ class StaticRows:
             ValueError: if a tensor is not shaped like the one the buffers were made for.
         """
         for buffer, t in zip(self._inputs, live, strict=True):
-            if t.shape[1:] != buffer.shape[1:] or t.dtype != buffer.dtype:
+            if not _alike(buffer, t):
                 raise ValueError(
                     f"a step's rows are {tuple(t.shape)} {t.dtype}, the graphs were captured for rows of "
                     f"{tuple(buffer.shape[1:])} {buffer.dtype}"
@@ -83,3 +87,7 @@ class StaticRows:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+def _alike(buffer: torch.Tensor, live: torch.Tensor) -> bool:
+    return live.shape[1:] == buffer.shape[1:] and live.dtype == buffer.dtype

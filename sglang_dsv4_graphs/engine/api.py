@@ -43,6 +43,9 @@ class Engine:
         self.step_shared: StepShared | None = None
         # Window slots that the range capture under way stores K into; None where the store breaks.
         self.static_slots: torch.Tensor | None = None
+        # Layer id -> the K store that its attention break is to begin with, in the range capture under way. Empty
+        # between layers, unless a capture fails there: what it leaves ends with its scope.
+        self.pending_stores: dict[int, tuple[Any, ...]] = {}
         self._targets = {c.name: c.target for c in contracts_for(engine_version)}
 
     def __getattr__(self, name: str) -> Any:
@@ -88,12 +91,13 @@ class Engine:
     @contextmanager
     def range_capture_scope(self) -> Iterator[None]:
         """Marks a range capture; on 0.5.23 also the engine's scope in which KV store and sources break."""
-        saved, self.capturing_range = self.capturing_range, True
+        saved = self.capturing_range, self.pending_stores
+        self.capturing_range, self.pending_stores = True, {}
         try:
             with self.tail_scope() if self.has("tail_scope") else nullcontext():
                 yield
         finally:
-            self.capturing_range = saved
+            self.capturing_range, self.pending_stores = saved
 
     @contextmanager
     def sharing(self, shared: StepShared | None) -> Iterator[None]:

@@ -94,6 +94,20 @@ def test_hand_over(engine: Engine, newer: bool) -> None:
     assert handed is state
 
 
+def test_a_store_that_a_failed_capture_left_ends_with_its_scope(engine: Engine) -> None:
+    def failing() -> None:
+        with engine.range_capture_scope():
+            engine.pending_stores[3] = ("store", object())
+            with engine.range_capture_scope():
+                assert engine.pending_stores == {}
+            assert list(engine.pending_stores) == [3]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert engine.pending_stores == {}
+
+
 def test_range_capture_scope_nests_and_ends_after_an_error(engine: Engine) -> None:
     assert not engine.capturing_range
     with engine.range_capture_scope():
