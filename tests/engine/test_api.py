@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.engine import Engine, facts  # noqa: E402
+from sglang_dsv4_graphs.engine.contract import resolve  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +34,7 @@ def test_attributes_are_the_contracts_targets(engine: Engine) -> None:
     for contract in facts.contracts_for(engine.version):
         assert engine.has(contract.name)
         # Bound anew at each access, so equal instead of identical.
-        assert getattr(engine, contract.name) == facts.resolve(contract.target)
+        assert getattr(engine, contract.name) == resolve(contract.target)
 
 
 def test_anything_else_is_an_attribute_error(engine: Engine) -> None:
