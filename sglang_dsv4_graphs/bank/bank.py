@@ -19,6 +19,7 @@ import torch
 
 from sglang_dsv4_graphs.bank.backend import GraphBackend, Recording
 from sglang_dsv4_graphs.bank.buckets import bucket_for
+from sglang_dsv4_graphs.bank.copy_in import Rows, copy_in
 from sglang_dsv4_graphs.bank.counts import RowCounts
 from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
@@ -178,7 +179,7 @@ class Bank:
         self._statics.copy_in(live.tensors())
         batch = self._own_batch(batch, bucket, bucket)
         self._query_pad.lend(metadata, bucket)
-        self._bind_slots(batch, bucket, bucket)
+        copy_in(self._slot_parts(batch, bucket, bucket))
         with self.layers.capture_scope(batch), self.layers.storing_into(self._slots):
             recording = self._backend.record(self._body(live, bucket, batch), warmups=1)
         pad = self._query_pad.take(metadata)
@@ -195,10 +196,10 @@ class Bank:
     def replay(self, bucket: int, live: RangeInputs, batch: Any) -> RangeOutputs:
         """Run ``bucket``'s graph on a step's rows (at most ``bucket``); ``check`` comes before."""
         captured = self._captured[bucket]
-        self._statics.copy_in(live.tensors())
-        step = self._own_batch(batch, live.rows, bucket)
+        step, counts = self._bound_batch(batch, live.rows, bucket)
+        parts = self._statics.parts(live.tensors())
         with self.layers.replay_scope(step), self.layers.sharing(StepShared() if self._lean else None):
-            self._bind_slots(step, live.rows, bucket)
+            copy_in([*parts, *self._slot_parts(step, live.rows, bucket)], *counts)
             captured.recording.replay_debug() if self._debug else captured.recording.replay()
         return self.outputs(bucket, live.rows)
 
@@ -222,25 +223,30 @@ class Bank:
 
         return body
 
-    def _bind_slots(self, batch: Any, rows: int, bucket: int) -> None:
-        """Copy the step's window slots to where the captured stores read them."""
+    def _slot_parts(self, batch: Any, rows: int, bucket: int) -> list[Rows]:
+        """The step's window slots, to copy to where the captured stores read them."""
         if not self._store_in_graph:
-            return
+            return []
         live = self.layers.window_slots(batch)
         if self._slots is None:
             self._slots = live.new_zeros(self._statics.max_rows)
-        self._slots[:rows].copy_(live[:rows])
-        if bucket > rows:
-            self._slots[rows:bucket].zero_()
+        return [Rows(self._slots, live[:rows], bucket)]
 
     def _own_batch(self, batch: Any, rows: int, bucket: int) -> Any:
         """A copy of the batch that carries the real row count, on the bank's own device counts."""
+        step, counts = self._bound_batch(batch, rows, bucket)
+        copy_in((), *counts)
+        return step
+
+    def _bound_batch(self, batch: Any, rows: int, bucket: int) -> tuple[Any, tuple[Any, ...]]:
+        """The same, with the device counts (and their values) still to be written by ``copy_in``."""
         step = copy.copy(batch)
         step.global_num_token_non_padded_cpu = rows
-        if batch.num_token_non_padded is not None:
-            if self._counts is None:
-                self._counts = RowCounts(batch.num_token_non_padded)
-            sharded = bool(getattr(batch, "attn_tp_sequence_sharded", False))
-            self._counts.write(self._local_rows(rows, bucket, sharded), rows)
-            self._counts.bind(step)
-        return step
+        if batch.num_token_non_padded is None:
+            return step, ()
+        if self._counts is None:
+            self._counts = RowCounts(batch.num_token_non_padded)
+        sharded = bool(getattr(batch, "attn_tp_sequence_sharded", False))
+        values = self._counts.checked(self._local_rows(rows, bucket, sharded), rows)
+        self._counts.bind(step)
+        return step, (self._counts.word, values)
