@@ -19,9 +19,11 @@ import torch
 
 from sglang_dsv4_graphs.bank.backend import GraphBackend, Recording
 from sglang_dsv4_graphs.bank.buckets import bucket_for
+from sglang_dsv4_graphs.bank.copy_in import Rows, copy_in
 from sglang_dsv4_graphs.bank.counts import RowCounts
 from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
+from sglang_dsv4_graphs.bank.query_pad import QueryPad
 from sglang_dsv4_graphs.bank.statics import StaticRows
 from sglang_dsv4_graphs.breaks.shared import StepShared
 
@@ -64,6 +66,7 @@ class _Captured:
     recording: Recording
     addresses: Addresses
     stats: CaptureStats
+    query_pad: torch.Tensor | None
     # Never read: what the graph's kernels read by address must live as long as it.
     owned: tuple[Any, ...]
 
@@ -104,7 +107,7 @@ class Bank:
         self._slots: torch.Tensor | None = None
         self._statics = StaticRows(max(buckets, default=0))
         self._counts: RowCounts | None = None
-        self._query_pad: torch.Tensor | None = None
+        self._query_pad = QueryPad()
         self._captured: dict[int, _Captured] = {}
         self._buckets: tuple[int, ...] = ()
 
@@ -124,7 +127,9 @@ class Bank:
     def owned_tensors(self) -> list[torch.Tensor]:
         """Everything the graphs read that the bank keeps: what poison tests must leave alone."""
         counts = [] if self._counts is None else self._counts.tensors
-        pad = [] if self._query_pad is None else [self._query_pad]
+        # One per storage: smaller buckets read a part of the largest's.
+        pads = [c.query_pad for c in self._captured.values() if c.query_pad is not None]
+        pad = {t.untyped_storage().data_ptr(): t for t in sorted(pads, key=len)}.values()
         slots = [] if self._slots is None else [self._slots]
         return [*self._statics.tensors, *counts, *pad, *slots]
 
@@ -133,6 +138,10 @@ class Bank:
 
     def bucket_for(self, rows: int) -> int | None:
         return bucket_for(rows, self._buckets)
+
+    def takes(self, live: RangeInputs) -> bool:
+        """Whether ``live`` are rows of the type that was captured; any others must run eagerly."""
+        return self._statics.takes(live.tensors())
 
     def check(self, bucket: int, *, everything: bool = False) -> None:
         """Raise ``MovedBufferError`` if a buffer that ``bucket``'s graph reads has moved."""
@@ -154,7 +163,8 @@ class Bank:
             self._synchronize()
         self._captured.clear()
         self._statics = StaticRows(0)
-        self._counts = self._query_pad = self._slots = None
+        self._counts = self._slots = None
+        self._query_pad = QueryPad()
 
     def capture(self, bucket: int, live: RangeInputs, batch: Any, metadata: Any) -> CaptureStats:
         """Record ``bucket``'s graph from a dummy step of exactly ``bucket`` rows.
@@ -168,15 +178,14 @@ class Bank:
         self._statics.allocate(live.tensors())
         self._statics.copy_in(live.tensors())
         batch = self._own_batch(batch, bucket, bucket)
-        if self._query_pad is not None and hasattr(metadata, "q_pad_buffer"):
-            metadata.q_pad_buffer = self._query_pad
-        self._bind_slots(batch, bucket, bucket)
+        self._query_pad.lend(metadata, bucket)
+        copy_in(self._slot_parts(batch, bucket, bucket))
         with self.layers.capture_scope(batch), self.layers.storing_into(self._slots):
             recording = self._backend.record(self._body(live, bucket, batch), warmups=1)
-        self._query_pad = getattr(metadata, "q_pad_buffer", None)
+        pad = self._query_pad.take(metadata)
         stats = CaptureStats(bucket, recording.segments, time.perf_counter() - start, max(0, free - self._free_bytes()))
         owned = (batch, dict(vars(batch)), metadata)
-        self._captured[bucket] = _Captured(recording, self.guard.addresses(), stats, owned)
+        self._captured[bucket] = _Captured(recording, self.guard.addresses(), stats, pad, owned)
         self._buckets = tuple(sorted(self._captured))
         return stats
 
@@ -187,10 +196,10 @@ class Bank:
     def replay(self, bucket: int, live: RangeInputs, batch: Any) -> RangeOutputs:
         """Run ``bucket``'s graph on a step's rows (at most ``bucket``); ``check`` comes before."""
         captured = self._captured[bucket]
-        self._statics.copy_in(live.tensors())
-        step = self._own_batch(batch, live.rows, bucket)
+        step, counts = self._bound_batch(batch, live.rows, bucket)
+        parts = self._statics.parts(live.tensors())
         with self.layers.replay_scope(step), self.layers.sharing(StepShared() if self._lean else None):
-            self._bind_slots(step, live.rows, bucket)
+            copy_in([*parts, *self._slot_parts(step, live.rows, bucket)], *counts)
             captured.recording.replay_debug() if self._debug else captured.recording.replay()
         return self.outputs(bucket, live.rows)
 
@@ -214,25 +223,30 @@ class Bank:
 
         return body
 
-    def _bind_slots(self, batch: Any, rows: int, bucket: int) -> None:
-        """Copy the step's window slots to where the captured stores read them."""
+    def _slot_parts(self, batch: Any, rows: int, bucket: int) -> list[Rows]:
+        """The step's window slots, to copy to where the captured stores read them."""
         if not self._store_in_graph:
-            return
+            return []
         live = self.layers.window_slots(batch)
         if self._slots is None:
             self._slots = live.new_zeros(self._statics.max_rows)
-        self._slots[:rows].copy_(live[:rows])
-        if bucket > rows:
-            self._slots[rows:bucket].zero_()
+        return [Rows(self._slots, live[:rows], bucket)]
 
     def _own_batch(self, batch: Any, rows: int, bucket: int) -> Any:
         """A copy of the batch that carries the real row count, on the bank's own device counts."""
+        step, counts = self._bound_batch(batch, rows, bucket)
+        copy_in((), *counts)
+        return step
+
+    def _bound_batch(self, batch: Any, rows: int, bucket: int) -> tuple[Any, tuple[Any, ...]]:
+        """The same, with the device counts (and their values) still to be written by ``copy_in``."""
         step = copy.copy(batch)
         step.global_num_token_non_padded_cpu = rows
-        if batch.num_token_non_padded is not None:
-            if self._counts is None:
-                self._counts = RowCounts(batch.num_token_non_padded)
-            sharded = bool(getattr(batch, "attn_tp_sequence_sharded", False))
-            self._counts.write(self._local_rows(rows, bucket, sharded), rows)
-            self._counts.bind(step)
-        return step
+        if batch.num_token_non_padded is None:
+            return step, ()
+        if self._counts is None:
+            self._counts = RowCounts(batch.num_token_non_padded)
+        sharded = bool(getattr(batch, "attn_tp_sequence_sharded", False))
+        values = self._counts.checked(self._local_rows(rows, bucket, sharded), rows)
+        self._counts.bind(step)
+        return step, (self._counts.word, values)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sglang_dsv4_graphs.bank.copy_in import copy_in
+
 
 class RowCounts:
     """Device counts owned by a bank; views of the two halves of one int64 word (little endian, as CUDA is)."""
@@ -26,9 +28,18 @@ class RowCounts:
 
     def write(self, local_rows: int, total_rows: int) -> None:
         """Set both counts with one launch."""
+        copy_in((), self._word, self.checked(local_rows, total_rows))
+
+    @staticmethod
+    def checked(local_rows: int, total_rows: int) -> tuple[int, int]:
+        """Both counts, as ``copy_in`` takes them."""
         if not 0 <= local_rows <= total_rows < 2**31:
             raise ValueError(f"row counts out of range: local {local_rows}, total {total_rows}")
-        self._word.fill_((total_rows << 32) | local_rows)
+        return local_rows, total_rows
+
+    @property
+    def word(self) -> torch.Tensor:
+        return self._word
 
     def bind(self, batch: Any) -> None:
         """Put the counts on ``batch`` in place of its own, where it has them."""

@@ -77,8 +77,10 @@ class StepFacts:
     context_parallel: bool = False
     separate_global_ids: bool = False
     unbounded_moe_count: bool = False
+    other_rows: bool = False
 
 
+OTHER_ROWS = "rows of another type than the captured ones"
 _STEP_REASONS = (
     ("speculative", "speculative verify or draft"),
     ("multimodal", "multimodal input"),
@@ -86,6 +88,7 @@ _STEP_REASONS = (
     ("context_parallel", "context-parallel step"),
     ("separate_global_ids", "global token ids differ from local ones"),
     ("unbounded_moe_count", "MoE row count that a graph cannot own"),
+    ("other_rows", OTHER_ROWS),
 )
 TOO_MANY_ROWS = "more rows than the largest bucket"
 NO_ROWS = "no rows"

@@ -13,6 +13,8 @@ from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
+from sglang_dsv4_graphs.bank.decide import OTHER_ROWS
+from sglang_dsv4_graphs.bank.engine_tail import open_engine_tail
 from sglang_dsv4_graphs.bank.engram import staged_by_scheduler
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.range_bank import RangeBank
@@ -50,7 +52,7 @@ class DecoderReplayBank(RangeBank):
         bank = startup.make_bank(NAME, first, last, buckets, apart=apart)
         startup.capture_all(bank, lambda rows: startup.dummies.batch(rows, DECODER_REPLAY_STEP))
         if bank.buckets:
-            startup.open_engine_tail()
+            open_engine_tail(startup)
         self.keep(served, bank, _ENGINE_TAIL_OFF)
 
     @hookimpl
@@ -92,6 +94,9 @@ class DecoderReplayBank(RangeBank):
         if bucket is None:
             return None
         live = RangeInputs(state.residual, state.pre, positions, input_ids)
+        if not bank.takes(live):
+            served.count_fallback(NAME, OTHER_ROWS, live.rows)
+            return None
         outputs = self.replay(served, bank, bucket, live, batch)
         aux = [] if outputs.aux is None else list(outputs.aux.chunk(len(bank.captured_layers), dim=-1))
         return outputs.residual, outputs.pre, aux

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ref
 
 import pluggy
+import torch
 
 from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.decide import StepFacts, step_reason
@@ -27,6 +28,7 @@ from sglang_dsv4_graphs.log import RankLog
 from sglang_dsv4_graphs.settings import Settings
 
 Loop = Callable[..., Any]
+RowTypes = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class ServedModel:
         # A rehearsal is no request: it is not counted, compared or logged.
         self.rehearsing = False
         self._forced: Callable[[Step], list[Takeover]] | None = None
+        # Type and shape of each row of the first dummy step, hence of every capture; None before.
+        self._row_types: RowTypes | None = None
         # Who takes layers over in the loop that the engine captures for its prefill graph (0.5.22), or None.
         self.in_prefill_graph: Callable[[Step], list[Takeover]] | None = None
 
@@ -134,7 +138,11 @@ class ServedModel:
             capturing = None
         if capturing is None and self._passes(forward_batch):
             return loop(model, *args)
-        facts = self._facts(forward_batch, input_ids, input_ids_global)
+        row_types = tuple((t.dtype, t.shape[1:]) for t in (hidden_states, positions, input_ids))
+        if self._forced is not None and self._row_types is None:
+            self._row_types = row_types
+        other_rows = self._row_types not in (None, row_types)
+        facts = self._facts(forward_batch, input_ids, input_ids_global, other_rows)
         hasher = None if capturing or model.engram_hasher is None else StepHasher(model.engram_hasher)
         step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop, hasher)
         takeovers = self.takeovers(step) if capturing is None else capturing(step)
@@ -165,7 +173,7 @@ class ServedModel:
             return []
         return self._manager.hook.dsv4_graphs_step(step=step)
 
-    def _facts(self, batch: Any, input_ids: Any, input_ids_global: Any) -> StepFacts:
+    def _facts(self, batch: Any, input_ids: Any, input_ids_global: Any, other_rows: bool) -> StepFacts:
         bound = batch.moe_num_token_non_padded()
         sharded = getattr(batch, "attn_tp_sequence_sharded", False)
         owned_bound = (
@@ -181,6 +189,7 @@ class ServedModel:
             context_parallel=batch.attn_cp_metadata is not None,
             separate_global_ids=input_ids_global is not input_ids,
             unbounded_moe_count=not owned_bound,
+            other_rows=other_rows,
         )
 
     def reason_inside_prefill_graph(self, batch: Any, rows: int) -> str | None:

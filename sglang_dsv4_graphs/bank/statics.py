@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_dsv4_graphs.bank.copy_in import Rows, copy_in
+
 
 class StaticRows:
     """Input and output buffers of one bank; row 0 of every tensor is the row axis.
@@ -34,22 +36,27 @@ class StaticRows:
         """The first ``rows`` rows of every input buffer."""
         return [buffer[:rows] for buffer in self._inputs]
 
+    def takes(self, live: Sequence[torch.Tensor]) -> bool:
+        """Whether ``live`` are rows like those that the buffers were made for."""
+        return len(live) == len(self._inputs) and all(map(_alike, self._inputs, live))
+
     def copy_in(self, live: Sequence[torch.Tensor], *, clear_to: int = 0) -> None:
         """Copy a step's rows in; rows from there to ``clear_to`` are zeroed (comparisons only).
 
         Raises:
             ValueError: if a tensor is not shaped like the one the buffers were made for.
         """
+        copy_in(self.parts(live, clear_to=clear_to))
+
+    def parts(self, live: Sequence[torch.Tensor], *, clear_to: int = 0) -> list[Rows]:
+        """What ``copy_in`` copies, for who copies more with it."""
         for buffer, t in zip(self._inputs, live, strict=True):
-            if t.shape[1:] != buffer.shape[1:] or t.dtype != buffer.dtype:
+            if not _alike(buffer, t):
                 raise ValueError(
                     f"a step's rows are {tuple(t.shape)} {t.dtype}, the graphs were captured for rows of "
                     f"{tuple(buffer.shape[1:])} {buffer.dtype}"
                 )
-            rows = t.shape[0]
-            buffer[:rows].copy_(t)
-            if clear_to > rows:
-                buffer[rows:clear_to].zero_()
+        return [Rows(buffer, t, clear_to) for buffer, t in zip(self._inputs, live, strict=True)]
 
     def store_outputs(self, outputs: Sequence[torch.Tensor | None], rows: int) -> list[torch.Tensor | None]:
         """Copy a body's outputs into the output buffers (inside the graph) and return those rows.
@@ -83,3 +90,7 @@ class StaticRows:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+def _alike(buffer: torch.Tensor, live: torch.Tensor) -> bool:
+    return live.shape[1:] == buffer.shape[1:] and live.dtype == buffer.dtype

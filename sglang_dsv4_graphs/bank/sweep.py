@@ -19,7 +19,6 @@ from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, UNCHUNKED_ROWS, rehearsal_rows
 from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
-from sglang_dsv4_graphs.bank.engram import has_engram
 from sglang_dsv4_graphs.bank.guard import AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
 from sglang_dsv4_graphs.bank.ranks import Ranks
@@ -29,7 +28,6 @@ from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.bank.trial_run import TrialRun
 from sglang_dsv4_graphs.bank.views import Takeover
 from sglang_dsv4_graphs.bank.visit import Visit, visitor
-from sglang_dsv4_graphs.engine.facts import TAIL_ROWS_PER_REQUEST
 from sglang_dsv4_graphs.log import RankLog, logger
 
 BatchOf = Callable[[int], Any]
@@ -208,27 +206,6 @@ class Startup:
         self.log.warning("capture-failed", bank=bank.name, rows=rows, kept=kept, reason=problem)
         if self._strict:
             raise CaptureError(f"bank={bank.name} rows={rows}: {problem}")
-
-    def open_engine_tail(self) -> None:
-        """Tell the engine's tail runner that a full chunk has run: its break in prefill graphs then calls us."""
-        tail = getattr(self.served.model, "decoder_replay_tail", None)
-        if tail is not None:
-            tail.runner.ready(self.largest_step)
-
-    def drive_engine_tail(self) -> None:
-        """Let the engine capture its own tail graphs now, where they stay in charge, instead of inside a request.
-
-        0.5.23 captures them on first use after a full-chunk step: report one, then run one small step.
-        """
-        model = self.served.model
-        tail = getattr(model, "decoder_replay_tail", None)
-        if tail is None or any(b.buckets and b.layers.first == model.late_layer_start for b in self.banks):
-            return
-        if has_engram(model, model.late_layer_start, model.end_layer):
-            return  # the engine's graphs cannot have one
-        self.open_engine_tail()
-        with self.served.forced(lambda step: []):
-            self.run(partial(self.dummies.batch, min(TAIL_ROWS_PER_REQUEST, self.dummies.most_rows)), self.dummies.run)
 
     def open(self) -> None:
         """The engine has captured its own graphs: from here on time and memory are ours."""

@@ -1,6 +1,6 @@
-"""The engine: facts about it (``facts``) and its functions by our names (``api``)."""
+"""The engine: every fact about it (``facts``) and its functions by our names (``api``)."""
 
 from sglang_dsv4_graphs.engine.api import Engine
-from sglang_dsv4_graphs.engine.facts import Contract
+from sglang_dsv4_graphs.engine.contract import Contract
 
 __all__ = ["Contract", "Engine"]

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4_graphs.engine.facts import HOOKS, RUNTIME_CONTEXT, contracts_for, release, resolve
+from sglang_dsv4_graphs.engine.contract import resolve
+from sglang_dsv4_graphs.engine.dummy_steps import DummySteps
+from sglang_dsv4_graphs.engine.facts import RUNTIME_CONTEXT
 
 if TYPE_CHECKING:
     import torch
@@ -32,28 +34,19 @@ def speaks_for_server() -> bool:
         return getattr(context, "publish_role", lambda: None)() is None
 
 
-class Engine:
-    """The engine's functions by our names; attributes are resolved when first used."""
+class Engine(DummySteps):
+    """The engine's functions by our names, and what of it is under way on our side."""
 
     def __init__(self, engine_version: str) -> None:
-        self.version = engine_version
-        self.release = release(engine_version)
+        super().__init__(engine_version)
         self.capturing_range = False
         # What the breaks of the replay under way share; None outside a replay.
         self.step_shared: StepShared | None = None
         # Window slots that the range capture under way stores K into; None where the store breaks.
         self.static_slots: torch.Tensor | None = None
-        self._targets = {c.name: c.target for c in contracts_for(engine_version)}
-
-    def __getattr__(self, name: str) -> Any:
-        targets: dict[str, str] = self.__dict__.get("_targets", {})
-        if name not in targets:
-            raise AttributeError(f"the engine {self.__dict__.get('version')} has no contract {name!r}")
-        value = resolve(targets[name])
-        # Hook targets change when hooks are applied; everything else is fixed.
-        if not any(c.name == name for c in HOOKS):
-            self.__dict__[name] = value
-        return value
+        # Layer id -> the K store that its attention break is to begin with, in the range capture under way. Empty
+        # between layers, unless a capture fails there: what it leaves ends with its scope.
+        self.pending_stores: dict[int, tuple[Any, ...]] = {}
 
     def step_context(self, batch: Any) -> AbstractContextManager[Any]:
         """The forward context of the current step with ``batch`` in it (0.5.23 reads its counts from there)."""
@@ -88,12 +81,13 @@ class Engine:
     @contextmanager
     def range_capture_scope(self) -> Iterator[None]:
         """Marks a range capture; on 0.5.23 also the engine's scope in which KV store and sources break."""
-        saved, self.capturing_range = self.capturing_range, True
+        saved = self.capturing_range, self.pending_stores
+        self.capturing_range, self.pending_stores = True, {}
         try:
             with self.tail_scope() if self.has("tail_scope") else nullcontext():
                 yield
         finally:
-            self.capturing_range = saved
+            self.capturing_range, self.pending_stores = saved
 
     @contextmanager
     def sharing(self, shared: StepShared | None) -> Iterator[None]:
@@ -156,10 +150,6 @@ class Engine:
 
         return msgspec.structs.replace(struct, **fields)
 
-    def has(self, name: str) -> bool:
-        """Whether this engine version has the contract ``name``."""
-        return name in self._targets
-
     def captures_prefill(self) -> bool:
         """Whether this server captures a prefill graph of its own."""
         config = self.get_exec().graph.cuda_graph_config
@@ -185,74 +175,3 @@ class Engine:
     def local_rows(self, rows: int, bucket: int, sharded: bool) -> int:
         """How many of ``rows`` real rows are in this rank's shard of ``bucket``."""
         return int(self.local_row_count(rows, bucket, sharded=sharded))
-
-    @contextmanager
-    def model_scope(self, runner: Any) -> Iterator[None]:
-        """The engine's selection of the model in use, as around each of its forwards."""
-        shared = getattr(runner.model, "shared_experts_config", None)  # 0.5.23
-        with nullcontext() if shared is None else self.get_model_args().override(shared_experts=shared):
-            yield
-
-    def fresh_step_context(self, backend: Any, batch: Any) -> AbstractContextManager[Any]:
-        """A forward context of our own, for a step that the engine did not start."""
-        context = self.ForwardContext(attn_backend=backend)
-        if self.release == "0.5.22":
-            return self.forward_context(context)
-        return self.forward_context(context, forward_batch=batch)
-
-    def prepare_metadata(self, backend: Any, runner: Any, batch: Any) -> None:
-        """Attention metadata and layout state for a dummy step, as the engine's own dummy runs set them."""
-        backend.init_forward_metadata(batch)
-        if getattr(self.get_exec().features, "enable_encoder_swa_bounded_replay", False):
-            runner.token_to_kv_pool.request_window.initialize_dummy_history()
-        self.set_dp_buffer_len(batch.global_dp_buffer_len, batch.input_ids.shape[0], False, None)
-        self.set_is_extend_in_batch(False)
-
-    def extend_batch(self, *, runner: Any, lengths: list[int], input_ids: torch.Tensor) -> Any:
-        """An extend of ``len(lengths)`` requests without prefix, every KV write to the padding slot 0.
-
-        Args:
-            runner: the engine's model runner.
-            lengths: tokens per request; request i takes request slot i.
-            input_ids: [sum(lengths)] int64 on the runner's device.
-        """
-        import torch
-
-        device, rows = runner.device, sum(lengths)
-        lens = torch.tensor(lengths, dtype=torch.int64, device=device)
-        starts = torch.cumsum(lens, 0) - lens
-        positions = torch.cat([torch.arange(n, dtype=torch.int64, device=device) for n in lengths])
-        count = self._row_count(rows, device)
-        batch = self.ForwardBatch(
-            forward_mode=self.ForwardMode.EXTEND,
-            batch_size=len(lengths),
-            input_ids=input_ids,
-            req_pool_indices=torch.arange(len(lengths), dtype=torch.int64, device=device),
-            seq_lens=lens,
-            out_cache_loc=torch.zeros(rows, dtype=torch.int64, device=device),
-            seq_lens_sum=rows,
-            orig_seq_lens=lens,
-            seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
-            positions=positions,
-            extend_num_tokens=rows,
-            extend_seq_lens=lens.to(torch.int32),
-            extend_prefix_lens=torch.zeros(len(lengths), dtype=torch.int32, device=device),
-            extend_start_loc=starts.to(torch.int32),
-            extend_prefix_lens_cpu=[0] * len(lengths),
-            extend_seq_lens_cpu=list(lengths),
-            extend_logprob_start_lens_cpu=list(lengths),
-            capture_hidden_mode=self.CaptureHiddenMode.NULL,
-            global_forward_mode=self.ForwardMode.EXTEND,
-            spec_algorithm=runner.spec_algorithm,
-            num_token_non_padded=count,
-            global_num_token_non_padded=count,
-            global_num_token_non_padded_cpu=rows,
-        )
-        runner.kv_index_translator.bind_runner_slots(batch)
-        return runner.prepare_dummy_forward_batch(batch)
-
-    def _row_count(self, rows: int, device: Any) -> torch.Tensor | None:
-        """The device count of real rows, where the engine keeps one."""
-        import torch
-
-        return torch.tensor(rows, dtype=torch.int32, device=device) if self.counts_padding() else None

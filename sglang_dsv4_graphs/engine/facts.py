@@ -5,17 +5,14 @@ is listed here once, with the parameters we rely on, so that one check before in
 engine is the one we know. Nothing else in the package spells an engine path (``cpu_engine`` apart, which stands
 in for the engine's hardware).
 
-Signatures are written as parameter names, ``=`` after a name with a default, ``*`` before keyword-only ones;
-``None`` means that only the name must exist. Source: sglang 0.5.22 and 0.5.23, wheels as published.
+How a contract is written and looked up is in ``contract``. Source: sglang 0.5.22 and 0.5.23, wheels as published.
 """
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+
+from sglang_dsv4_graphs.engine.contract import Contract, release
 
 DISTRIBUTION = "sglang"
 TESTED_VERSIONS = ("0.5.22", "0.5.23")
@@ -38,6 +35,7 @@ _PIECEWISE = _RUNNER + "runner_backend_utils.tc_piecewise_cuda_graph.context_man
 _MODEL = MODEL_MODULE + "."
 _TAIL = _SRT + "models.deepseek_v4_replay_tail."
 _INDEXER = _SRT + "layers.attention.dsv4.v41_indexer."
+_SETUP = _RUNNER + "model_runner_components.cuda_graph_setup."
 _UPDATER = _RUNNER + "model_runner_components.weight_updater.WeightUpdater."
 _CAUSAL_LM = _MODEL + "DeepseekV4ForCausalLM."
 _BACKEND = _SRT + "layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend."
@@ -52,27 +50,6 @@ _SET_CONTEXT = (
     "forward_batch, attention_layers, quant_config, moe_layers, moe_fusions, dsa_indexers=, "
     "mha_companion_layers=, num_tokens=, raw_num_tokens=, full_graph="
 )
-
-
-@dataclass(frozen=True)
-class Contract:
-    """One thing of the engine that we hook or call.
-
-    ``versions`` limits it to engines that have it (empty: all).
-    """
-
-    name: str
-    target: str
-    signature: str | None = None
-    versions: tuple[str, ...] = ()
-
-    def holds_for(self, engine_version: str) -> bool:
-        return not self.versions or release(engine_version) in self.versions
-
-
-def release(engine_version: str) -> str:
-    """The release part of a version: ``0.5.23`` of ``0.5.23.post1+cu130``."""
-    return ".".join(engine_version.split("+")[0].split(".")[:3])
 
 
 # Everything through which the engine changes the weights of a model in service. (Loading a model again builds another
@@ -104,14 +81,10 @@ HOOKS = (
     Contract("layer_loop", _MODEL + "DeepseekV4Model._forward_layers_hc_pre_from_prev", _LOOP),
     Contract(
         "before_captures",
-        _RUNNER + "model_runner_components.cuda_graph_setup.capture_prefill_graph",
+        _SETUP + "capture_prefill_graph",
         "*, model_runner, eager_runner, force_for_draft_worker=",
     ),
-    Contract(
-        "startup",
-        _RUNNER + "model_runner_components.cuda_graph_setup.finalize_cuda_graph_capture",
-        "model_runner",
-    ),
+    Contract("startup", _SETUP + "finalize_cuda_graph_capture", "model_runner"),
     Contract(
         "tail_breaks_out", _TAIL + "DecoderReplayTail.breaks_out_of_prefill_graph", "self, tail, *, num_tokens", _V23
     ),
@@ -138,14 +111,9 @@ HOOKS = (
         "kv_store",
         _MODEL + "MQALayer._compute_kv_to_cache",
         "self, x, positions, forward_batch, attn_backend, qkv_a=, q_rope=",
-        ("0.5.22",),
+        _V22,
     ),
-    Contract(
-        "low_ratio_sources",
-        _MODEL + "bcg_deepseek_v4_low_ratio_sources",
-        "layer, x, q_lora, positions",
-        ("0.5.22",),
-    ),
+    Contract("low_ratio_sources", _MODEL + "bcg_deepseek_v4_low_ratio_sources", "layer, x, q_lora, positions", _V22),
     # The per-request indexer, as Hopper runs it.
     Contract("index_full_topk", _INDEXER + "full_topk.FullTopKIndexer.topk_prefill", "self, inputs"),
     Contract("index_publish", _INDEXER + "dense_blocks.DenseBlocksBackend.publish_prefill", "self, inputs"),
@@ -280,37 +248,3 @@ def hooks_for(engine_version: str) -> tuple[Contract, ...]:
     """The contracts that are hook targets, in the order they are registered."""
     wanted = contracts_for(engine_version)
     return tuple(c for c in HOOKS if c in wanted)
-
-
-def describe_signature(obj: object) -> str:
-    """``obj``'s parameters in this module's notation.
-
-    Raises:
-        ValueError: if ``obj`` has no signature.
-    """
-    if not callable(obj):
-        raise ValueError(f"{obj!r} is not callable")
-    parts: list[str] = []
-    keyword_only = False
-    for p in inspect.signature(obj).parameters.values():
-        if p.kind is p.VAR_POSITIONAL:
-            parts.append("*" + p.name)
-            keyword_only = True
-            continue
-        if p.kind is p.VAR_KEYWORD:
-            parts.append("**" + p.name)
-            continue
-        if p.kind is p.KEYWORD_ONLY and not keyword_only:
-            parts.append("*")
-            keyword_only = True
-        parts.append(p.name if p.default is p.empty else p.name + "=")
-    return ", ".join(parts)
-
-
-def resolve(target: str) -> Any:
-    """The object a dotted target names.
-
-    Raises:
-        ImportError, AttributeError: if it does not exist.
-    """
-    return pkgutil.resolve_name(target)

@@ -36,8 +36,6 @@ class RangeBreaks:
         self._merged = settings.merged_kv_store
         self._lean = settings.lean_breaks
         self._made: dict[str, Call] = {}
-        # Layer id -> the store that its attention break begins with; empty between layers.
-        self._stores: dict[int, tuple[Call, Any, Any, Any, Any]] = {}
 
     def _break(self, name: str, run: Call, capture_stub: Call | None = None) -> Call:
         """``run`` as a break of the engine's; made once."""
@@ -58,7 +56,7 @@ class RangeBreaks:
     ) -> Any:
         """AROUND the engine's attention break."""
         args = (query, key_value, output, layer_id, compress_ratio, attn_sink, save_kv_cache)
-        store = self._stores.pop(layer_id, None) if self._engine.capturing_range else None
+        store = self._engine.pending_stores.pop(layer_id, None) if self._engine.capturing_range else None
         if not self._engine.capturing_range or (store is None and not self._lean):
             return original(*args)
         attend = self._attend if self._lean else original.__wrapped__  # type: ignore[attr-defined]
@@ -115,7 +113,8 @@ class RangeBreaks:
             return original(attention, x, positions, qkv_a)
         if self._engine.static_slots is not None:
             return self._store_in_graph(type(attention)._compute_kv_to_cache, attention, x, positions, qkv_a)
-        self._stores[attention.layer_id] = (type(attention)._compute_kv_to_cache, attention, x, positions, qkv_a)
+        store = type(attention)._compute_kv_to_cache
+        self._engine.pending_stores[attention.layer_id] = (store, attention, x, positions, qkv_a)
         return None
 
     def around_kv_store(
@@ -135,7 +134,7 @@ class RangeBreaks:
         if self._engine.static_slots is not None:
             return self._store_in_graph(original, attention, x, positions, qkv_a)
         if self._merged:
-            self._stores[attention.layer_id] = (original, attention, x, positions, qkv_a)
+            self._engine.pending_stores[attention.layer_id] = (original, attention, x, positions, qkv_a)
             return None
         return self._break("store", self._store_live_rows)(original, attention, x, positions, qkv_a)
 

@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dsv4_graphs.engine.contract import Contract, describe_signature, release, resolve
 from sglang_dsv4_graphs.engine.facts import (
     TESTED_VERSIONS,
-    Contract,
     contracts_for,
-    describe_signature,
-    release,
-    resolve,
 )
 
 

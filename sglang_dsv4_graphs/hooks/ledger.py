@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsv4_graphs.engine.api import Engine
-from sglang_dsv4_graphs.engine.facts import ENTRY_POINT, Contract, resolve
+from sglang_dsv4_graphs.engine.contract import Contract, resolve
+from sglang_dsv4_graphs.engine.facts import ENTRY_POINT
 from sglang_dsv4_graphs.version import DISTRIBUTION
 
 

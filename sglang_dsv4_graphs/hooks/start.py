@@ -17,6 +17,7 @@ from sglang_dsv4_graphs.bank.decide import ServerFacts
 from sglang_dsv4_graphs.bank.decoder_replay import NAME as DECODER_REPLAY
 from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
+from sglang_dsv4_graphs.bank.engine_tail import drive_engine_tail
 from sglang_dsv4_graphs.bank.full_layer import NAME as FULL_LAYER
 from sglang_dsv4_graphs.bank.guard import AddressGuard
 from sglang_dsv4_graphs.bank.probes import derived_tensors, model_weights
@@ -75,7 +76,7 @@ def finish(startup: Startup, runner: Any, manager: pluggy.PluginManager) -> None
     """Capture every bank, give memory back, and rehearse; the step path is closed again afterwards."""
     startup.open()
     manager.hook.dsv4_graphs_startup(startup=startup)
-    startup.drive_engine_tail()
+    drive_engine_tail(startup)
     startup.release()
     startup.rehearse(getattr(runner, "forward_stream", None))
 

@@ -248,23 +248,6 @@ def test_all_buckets_share_the_static_rows(make_bank: MakeBank, in_graph: bool) 
     assert bank.static_bytes == size > 0
 
 
-def test_the_padded_query_buffer_is_the_banks(make_bank: MakeBank) -> None:
-    bank = make_bank()
-    largest = SimpleNamespace(q_pad_buffer=None)
-    body = bank.layers.body
-
-    def padding(*args: Any) -> Any:
-        largest.q_pad_buffer = torch.zeros(8) if largest.q_pad_buffer is None else largest.q_pad_buffer
-        return body(*args)
-
-    bank.layers.body = padding  # type: ignore[method-assign]
-    bank.capture(8, live_rows(8), live_batch(8), largest)
-    smaller = SimpleNamespace(q_pad_buffer=None)
-    bank.capture(4, live_rows(4), live_batch(4), smaller)
-    assert smaller.q_pad_buffer is largest.q_pad_buffer
-    assert any(t is largest.q_pad_buffer for t in bank.owned_tensors())
-
-
 def test_what_was_captured_lives_as_long_as_its_graph(make_bank: MakeBank) -> None:
     bank = make_bank()
     metadata, batch = SimpleNamespace(pages=torch.zeros(3)), live_batch(8)

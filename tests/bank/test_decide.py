@@ -33,6 +33,7 @@ STEP = {
     "context_parallel": "context-parallel step",
     "separate_global_ids": "global token ids differ from local ones",
     "unbounded_moe_count": "MoE row count that a graph cannot own",
+    "other_rows": "rows of another type than the captured ones",
 }
 
 

@@ -405,7 +405,10 @@ def test_tails_inside_a_prefill_graph() -> None:
         served.decoder.run_tail(served.served, world.engine.HcState(many, many[..., 0]), many[:, 0, 0], ids, narrowed)
         is None
     )
-    assert dict(served.served.fallbacks) == {("decoder-replay", "more rows than the largest bucket"): 1}
+    other = "rows of another type than the captured ones"
+    assert served.decoder.run_tail(served.served, state, positions.int(), ids, narrowed) is None
+    reasons = ("more rows than the largest bucket", other)
+    assert dict(served.served.fallbacks) == {("decoder-replay", reason): 1 for reason in reasons}
     served.bank(served.decoder).retire("shut down")
     assert not served.decoder.in_charge(served.served)
 

@@ -157,6 +157,22 @@ def test_steps_with_other_global_ids_fall_back(world: World) -> None:
     assert list(world.served.fallbacks) == [("all", "global token ids differ from local ones")]
 
 
+@pytest.mark.parametrize("which", range(3), ids=["positions", "hidden states", "ids"])
+def test_steps_with_rows_of_another_type_than_captured_fall_back(world: World, part: Part, which: int) -> None:
+    with world.served.forced(lambda step: []):  # as captures run
+        world.run(world.batch([8]))
+    world.run(world.batch([4]))
+    assert (len(part.steps), dict(world.served.fallbacks)) == (1, {})
+    batch, seen = world.batch([4]), []
+    rows = [batch.positions, world.embedding[batch.input_ids], batch.input_ids]
+    rows[which] = rows[which].half()
+    positions, hidden, ids = rows
+    world.served.run_loop(lambda model, *args: seen.append(model), positions, hidden, batch, ids, ids, False, None)
+    assert seen == [world.model]
+    assert list(world.served.fallbacks) == [("all", "rows of another type than the captured ones")]
+    assert len(part.steps) == 1
+
+
 @pytest.mark.parametrize(
     ("bound", "sharded", "owned"),
     [

@@ -72,12 +72,15 @@ def test_copy_in_can_clear_the_padding(statics: StaticRows) -> None:
     ids=["dtype", "hidden", "streams", "ids"],
 )
 def test_rows_of_another_shape_are_refused(statics: StaticRows, wrong: object) -> None:
+    assert statics.takes(rows(3))
+    assert not statics.takes(wrong(rows(3)))  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"a step's rows are .* the graphs were captured for rows of"):
         statics.copy_in(wrong(rows(3)))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_rows_of_another_structure_are_refused(statics: StaticRows, count: int) -> None:
+    assert not statics.takes((rows(3) * 2)[:count])
     with pytest.raises(ValueError, match="zip"):
         statics.copy_in((rows(3) * 2)[:count])
 

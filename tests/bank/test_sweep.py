@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from sglang_dsv4_graphs.bank import sweep, trial_run  # noqa: E402
 from sglang_dsv4_graphs.bank.backend import CaptureError  # noqa: E402
 from sglang_dsv4_graphs.bank.bank import Bank  # noqa: E402
+from sglang_dsv4_graphs.bank.engine_tail import drive_engine_tail, open_engine_tail  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import AddressGuard  # noqa: E402
 from sglang_dsv4_graphs.bank.ranks import RankError, Ranks  # noqa: E402
 from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
@@ -509,7 +510,7 @@ def test_the_engines_tail_is_driven_where_it_stays_in_charge(ours: bool) -> None
         s.captured(first=0, last=LATE)
     s.dummies.runs.clear()
     s.world.model.seen_tails.clear()
-    s.startup.drive_engine_tail()
+    drive_engine_tail(s.startup)
     assert tail.ready_rows == ([] if ours else [24])
     assert s.dummies.runs == ([] if ours else [("layers", 128)])
     assert s.world.model.seen_tails == ([] if ours else [tail])
@@ -519,10 +520,10 @@ def test_no_engine_tail_is_nothing_to_drive() -> None:
     s = Sweep(World(late=True))
     s.startup.grow()
     s.dummies.runs.clear()
-    s.startup.open_engine_tail()
-    s.startup.drive_engine_tail()
+    open_engine_tail(s.startup)
+    drive_engine_tail(s.startup)
     del s.world.model.decoder_replay_tail  # 0.5.22
-    s.startup.drive_engine_tail()
+    drive_engine_tail(s.startup)
     assert s.dummies.runs == []
 
 

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.engine import Engine, facts  # noqa: E402
+from sglang_dsv4_graphs.engine.contract import resolve  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +34,7 @@ def test_attributes_are_the_contracts_targets(engine: Engine) -> None:
     for contract in facts.contracts_for(engine.version):
         assert engine.has(contract.name)
         # Bound anew at each access, so equal instead of identical.
-        assert getattr(engine, contract.name) == facts.resolve(contract.target)
+        assert getattr(engine, contract.name) == resolve(contract.target)
 
 
 def test_anything_else_is_an_attribute_error(engine: Engine) -> None:
@@ -92,6 +93,20 @@ def test_hand_over(engine: Engine, newer: bool) -> None:
     if newer:  # the next layer reads it from the batch, and takes what it was handed for a key
         assert batch.residual_stream.residual is state
     assert handed is state
+
+
+def test_a_store_that_a_failed_capture_left_ends_with_its_scope(engine: Engine) -> None:
+    def failing() -> None:
+        with engine.range_capture_scope():
+            engine.pending_stores[3] = ("store", object())
+            with engine.range_capture_scope():
+                assert engine.pending_stores == {}
+            assert list(engine.pending_stores) == [3]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert engine.pending_stores == {}
 
 
 def test_range_capture_scope_nests_and_ends_after_an_error(engine: Engine) -> None:

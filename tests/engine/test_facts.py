@@ -1,72 +1,19 @@
-"""The facts' notation and selection, and that no other module states facts about the engine."""
+"""Selection of facts, and that no other module states facts about the engine."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import sglang_dsv4_graphs
 from sglang_dsv4_graphs.engine import facts
-from sglang_dsv4_graphs.engine.facts import CALLS, HOOKS, Contract, contracts_for, describe_signature, hooks_for
+from sglang_dsv4_graphs.engine.contract import release
+from sglang_dsv4_graphs.engine.facts import CALLS, HOOKS, contracts_for, hooks_for
 
 PACKAGE = Path(sglang_dsv4_graphs.__file__).parent
-
-
-@pytest.mark.parametrize(
-    ("version", "of"),
-    [
-        ("0.5.23", "0.5.23"),
-        ("0.5.23.post1", "0.5.23"),
-        ("0.5.23+cu130", "0.5.23"),
-        ("0.5.23.post1+cu130", "0.5.23"),
-        ("0.5.23.dev7", "0.5.23"),
-        ("0.6", "0.6"),
-    ],
-)
-def test_release(version: str, of: str) -> None:
-    assert facts.release(version) == of
-
-
-class Callables:
-    def method(self, a: int, b: int = 1) -> None: ...
-
-    @classmethod
-    def of(cls, a: int) -> None: ...
-
-    @staticmethod
-    def keyword_only(a: int, *, b: int, c: int = 2) -> None: ...
-
-    def __init__(self, x: int, *rest: int, y: int, **more: int) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("of", "signature"),
-    [
-        (Callables.method, "self, a, b="),
-        (Callables.of, "a"),
-        (Callables.keyword_only, "a, *, b, c="),
-        (Callables, "x, *rest, y, **more"),
-        (lambda: None, ""),
-    ],
-)
-def test_notation(of: Any, signature: str) -> None:
-    assert describe_signature(of) == signature
-
-
-def test_what_is_not_callable_has_no_signature() -> None:
-    with pytest.raises(ValueError, match="not callable"):
-        describe_signature(3)
-
-
-def test_a_contract_may_be_limited_to_versions() -> None:
-    always, old = Contract("a", "m.a"), Contract("b", "m.b", versions=("0.5.22",))
-    assert always.holds_for("9.9")
-    assert old.holds_for("0.5.22.post1")
-    assert not old.holds_for("0.5.23")
 
 
 @pytest.mark.parametrize("version", facts.TESTED_VERSIONS)
@@ -114,20 +61,12 @@ def test_a_missing_engine_has_no_version(monkeypatch: pytest.MonkeyPatch) -> Non
     assert facts.installed_version() is None
 
 
-def test_resolve() -> None:
-    assert facts.resolve("collections.Counter.most_common") is Counter.most_common
-    with pytest.raises(AttributeError):
-        facts.resolve("collections.Counter.least_common")
-    with pytest.raises(ImportError):
-        facts.resolve("no_such_module.thing")
-
-
 @pytest.mark.engine
 class TestEngine:
     def test_it_is_a_tested_one(self) -> None:
         version = facts.installed_version()
         assert version is not None
-        assert facts.release(version) in facts.TESTED_VERSIONS
+        assert release(version) in facts.TESTED_VERSIONS
 
     def test_group_of_plugins(self) -> None:
         from sglang.srt import plugins

@@ -25,6 +25,7 @@ class Engine:
         self.static_slots: Any = None
         self.breaks: list[str] = []
         self.stubs: list[Any] = []
+        self.pending_stores: dict[int, tuple[Any, ...]] = {}
         self.forwards: list[dict[str, Any]] = []
         batch = SimpleNamespace(global_num_token_non_padded_cpu=rows)
         self.context = SimpleNamespace(forward_batch=batch, attention_layers={LAYER: "layer 3"})

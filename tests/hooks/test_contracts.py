@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_dsv4_graphs.engine import facts
-from sglang_dsv4_graphs.engine.facts import Contract
+from sglang_dsv4_graphs.engine.contract import Contract
 from sglang_dsv4_graphs.hooks import contracts
 from sglang_dsv4_graphs.hooks.contracts import check_contract, check_contracts, install_reason, version_reason
 

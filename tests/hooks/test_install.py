@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.engine import facts
 from sglang_dsv4_graphs.engine.api import speaks_for_server
+from sglang_dsv4_graphs.engine.contract import release
 from sglang_dsv4_graphs.extend import ENTRY_POINT_GROUP, hookimpl
 from sglang_dsv4_graphs.hooks.install import Installation, StrictError, install, stand_down
 from sglang_dsv4_graphs.hooks.ledger import hook_in_chain, owner_of, raw_attribute
@@ -227,7 +228,7 @@ def test_an_untested_version_that_is_allowed(
     installed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is held to the newest tested version's contracts, which 0.5.22 does not keep."""
-    newest = facts.release(str(facts.installed_version())) == facts.TESTED_VERSIONS[-1]
+    newest = release(str(facts.installed_version())) == facts.TESTED_VERSIONS[-1]
     caplog.set_level(logging.INFO, logger="sglang_dsv4_graphs")
     unknown_version(monkeypatch)
     installation = installed(Settings(allow_untested_engine=True))

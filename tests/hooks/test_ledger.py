@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_dsv4_graphs.engine import Engine, facts
-from sglang_dsv4_graphs.engine.facts import Contract
+from sglang_dsv4_graphs.engine.contract import Contract
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError, hook_in_chain, owner_of, raw_attribute
 
 pytestmark = pytest.mark.engine

@@ -279,7 +279,9 @@ def test_beginning_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     assert caplog.messages == ["dsv4-graphs: installed engine=0.5.23 banks=full-layer,decoder-replay"]
 
 
-def test_the_order_of_the_sweep() -> None:
+def test_the_order_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "drive_engine_tail", lambda startup: startup.drive_engine_tail())
+
     class Captures:
         @hookimpl
         def dsv4_graphs_startup(self, startup: Any) -> None:

@@ -43,7 +43,7 @@ def replay(server: Server, graph: Any, batch: Any) -> Any:
     """``batch`` through the outer graph, and what the bank counted."""
     tail = getattr(server.model, "decoder_replay_tail", None)
     if tail is not None:
-        # 0.5.23's runner hears of a full chunk from ``Startup.open_engine_tail``. Here it would capture in eager steps,
+        # 0.5.23's runner hears of a full chunk from ``open_engine_tail``. Here it would capture in eager steps,
         # and where our bank is not in charge; that needs a GPU.
         tail.runner._warm = bool(server.bank(DECODER_REPLAY).buckets)
     try:

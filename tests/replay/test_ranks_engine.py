@@ -72,7 +72,7 @@ def test_both_replay_and_agree(found: Any) -> None:
     one, other = of(found, "everything_fine")
     assert one["buckets"] == other["buckets"] == {FULL_LAYER: [64, 128], DECODER_REPLAY: [128]}
     # Half of the heads each, padded to the width of the kernels, in one buffer for all buckets of a bank.
-    assert one["pads"] == other["pads"] == [[128, 64, 128]] * 2
+    assert one["pads"] == other["pads"] == [[[128, 64, 128]]] * 2
     assert one["unowned"] == other["unowned"] == []
     assert one["replays"] == other["replays"] != []
     assert one["rows"] == other["rows"]
