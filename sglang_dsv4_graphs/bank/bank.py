@@ -199,9 +199,13 @@ class Bank:
         step, counts = self._bound_batch(batch, live.rows, bucket)
         parts = self._statics.parts(live.tensors())
         with self.layers.replay_scope(step), self.layers.sharing(StepShared() if self._lean else None):
-            copy_in([*parts, *self._slot_parts(step, live.rows, bucket)], *counts)
+            self.copy_in([*parts, *self._slot_parts(step, live.rows, bucket)], counts)
             captured.recording.replay_debug() if self._debug else captured.recording.replay()
         return self.outputs(bucket, live.rows)
+
+    def copy_in(self, parts: list[Rows], counts: Any) -> None:
+        """A step's rows, slots and counts to where the graphs read them; of its own, so that it can be timed."""
+        copy_in(parts, *counts)
 
     def run_eagerly(self, bucket: int, live: RangeInputs, batch: Any) -> RangeOutputs:
         """The same padded rows without the graph: the reference a replay must equal bit for bit.

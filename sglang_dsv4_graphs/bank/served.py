@@ -138,7 +138,7 @@ class ServedModel:
             capturing = None
         if capturing is None and self._passes(forward_batch):
             return loop(model, *args)
-        row_types = tuple((t.dtype, t.shape[1:]) for t in (hidden_states, positions, input_ids))
+        row_types = tuple((t.dtype, t.shape[1:]) for t in (hidden_states, positions, input_ids) if t is not None)
         if self._forced is not None and self._row_types is None:
             self._row_types = row_types
         other_rows = self._row_types not in (None, row_types)

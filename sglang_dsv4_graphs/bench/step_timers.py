@@ -90,7 +90,7 @@ class StepTimers:
         self._wrap(keeper, "usable_bucket", (name, "guard"))
         self._wrap(keeper, "replay", (name, "range"))
         self._wrap(keeper, "leave", (name, "hand-off"))
-        self._wrap(bank._statics, "copy_in", (name, "copy-in"))
+        self._wrap(bank, "copy_in", (name, "copy-in"))
 
         def segment(call: Call) -> Call:
             return self._watch.timed((name, "segments"), call)

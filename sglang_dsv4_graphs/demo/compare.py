@@ -37,7 +37,9 @@ class Memory:
 
     @property
     def kept(self) -> dict[str, torch.Tensor]:
-        return self.pool | self.published
+        """What later steps may read: not the windows' padding slot 0, which takes the K of padding rows."""
+        pool = {name: t[1:] if name.startswith("swa.") else t for name, t in self.pool.items()}
+        return pool | self.published
 
 
 class Referee:

@@ -11,7 +11,7 @@ import pytest
 from tests.distributions import PLUGIN, install_distribution
 from tests.fresh import in_fresh_process
 
-BREAKS = ["break: K store and attention", "break: low-ratio sources"]
+BREAKS = ["break: attention", "break: low-ratio sources"]
 
 
 def run_small(out: str) -> int:
@@ -45,5 +45,5 @@ def test_every_part_of_a_replayed_step_is_reported(tmp_path: Path) -> None:
     assert {"engine's metadata", "layer loop outside the banks"} <= set(step)
     # No client asked, so nobody's request path can be told.
     assert not [part for part in step if "request path" in part]
-    assert re.search(r"^break: K store and attention +full-layer +[45] ", done.output, flags=re.MULTILINE)
+    assert re.search(r"^break: attention +full-layer +[45] ", done.output, flags=re.MULTILINE)
     assert "a timer costs" in done.output
