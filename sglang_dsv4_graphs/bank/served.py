@@ -28,7 +28,7 @@ from sglang_dsv4_graphs.log import RankLog
 from sglang_dsv4_graphs.settings import Settings
 
 Loop = Callable[..., Any]
-RowTypes = tuple[tuple[torch.dtype, torch.Size], ...]
+RowTypes = tuple[tuple[torch.dtype, torch.Size] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,11 @@ class ServedModel:
             capturing = None
         if capturing is None and self._passes(forward_batch):
             return loop(model, *args)
-        row_types = tuple((t.dtype, t.shape[1:]) for t in (hidden_states, positions, input_ids) if t is not None)
+        row_types = tuple(None if t is None else (t.dtype, t.shape[1:]) for t in (hidden_states, positions, input_ids))
         if self._forced is not None and self._row_types is None:
             self._row_types = row_types
-        other_rows = self._row_types not in (None, row_types)
+        # An input that the engine leaves out has no type to differ in.
+        other_rows = any(now not in (None, was) for was, now in zip(self._row_types or (), row_types, strict=False))
         facts = self._facts(forward_batch, input_ids, input_ids_global, other_rows)
         hasher = None if capturing or model.engram_hasher is None else StepHasher(model.engram_hasher)
         step = Step(self, facts, forward_batch, bool(capture_dspark), packer, loop, hasher)
