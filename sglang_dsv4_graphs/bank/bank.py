@@ -232,6 +232,9 @@ class Bank:
         if not self._store_in_graph:
             return []
         live = self.layers.window_slots(batch)
+        if len(live) < rows:
+            # The rest would go to the padding slot: K lost without a word.
+            raise ValueError(f"bank={self.name}: {len(live)} window slots for {rows} rows")
         if self._slots is None:
             self._slots = live.new_zeros(self._statics.max_rows)
         return [Rows(self._slots, live[:rows], bucket)]

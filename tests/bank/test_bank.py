@@ -142,6 +142,15 @@ def test_slots_are_those_of_the_step_under_way(make_bank: MakeBank) -> None:
     assert small.slots is None
 
 
+@pytest.mark.parametrize("short", [1, 2])  # one slot would also fit every row, as a broadcast
+def test_a_step_with_fewer_slots_than_rows_is_refused(make_bank: MakeBank, short: int) -> None:
+    bank = captured(make_bank(store_in_graph=True))
+    batch = live_batch(3)
+    batch.out_cache_loc = batch.out_cache_loc[:short]
+    with pytest.raises(ValueError, match=f"{short} window slots for 3 rows"):
+        bank.replay(8, live_rows(3), batch)
+
+
 def test_a_store_that_breaks_asks_for_no_slots(make_bank: MakeBank) -> None:
     bank = make_bank()
     bank.layers.window_slots = None  # type: ignore[method-assign]
