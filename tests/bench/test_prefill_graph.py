@@ -128,8 +128,16 @@ def test_tokens_that_differ_fail_where_they_differ(site: Path) -> None:
 def test_a_crash_leaves_what_was_tried(site: Path) -> None:
     done = check(site, "default:no-release", fault="killed")
     assert done.returncode == 1
-    assert "FAIL default:no-release ended with code -9 while trying: 1000, both" in done.stdout
+    assert "FAIL default:no-release ended with code -9 while trying: 1000, eager" in done.stdout
     assert written(site, "default-no-release")["checks"][-1]["name"] == "1"
+
+
+@pytest.mark.parametrize("site", [True], indirect=True)
+def test_the_engine_alone_is_asked_without_an_agent(site: Path) -> None:
+    done = check(site, "small:plain")
+    assert done.stdout.splitlines()[-1] == "PASS all", done.stdout + done.stderr
+    found = [c["name"] for c in written(site, "small-plain")["checks"]]
+    assert (found.count("128"), found.count("8192"), found[-1]) == (2, 2, "40 steps in turn")
 
 
 @pytest.mark.parametrize("site", [True], indirect=True)

@@ -3,7 +3,8 @@
 Does nothing unless ``DSV4_PREFILL_GRAPH_VARIANT`` is set. Then it lifts the stand-down row of the prefill graph for
 this process, applies the variant (each removes one suspect of the fault in docs/notes/prefill-graph.md), and gives the
 benchmark's agent two more orders: ``prefill-graph``, whether the engine's graph takes part in the next steps, and
-``paths``, which prefill graphs have replayed. The agent's own switch the banks and count their replays.
+``paths``, which prefill graphs have replayed. The agent's own switch the banks and count their replays. With
+``DSV4_PREFILL_GRAPH_HISTORY`` set to a file, the allocator's history up to the first replay goes there.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+import torch
+
 from sglang_dsv4_graphs import hookimpl
 from sglang_dsv4_graphs.bank import decide
 
 VARIANT = os.environ.get("DSV4_PREFILL_GRAPH_VARIANT")
+HISTORY = os.environ.get("DSV4_PREFILL_GRAPH_HISTORY")
 state = {"begun": False, "graph": True}
 paths: Counter = Counter()
 kept = []
@@ -30,6 +34,8 @@ def dsv4_graphs_model_built(served):
         state["begun"] = True
         give_orders()
         count_prefill_graphs()
+        if HISTORY:
+            torch.cuda.memory._record_memory_history(max_entries=500000, stacks="python")
         apply_variant(VARIANT)
 
 
@@ -46,6 +52,13 @@ def give_orders():
     Listener.order_prefill_graph, Listener.order_paths = order_prefill_graph, order_paths
 
 
+def dump_history():
+    """Who held which GPU memory, up to the first replay of a prefill graph: what a fault's address belonged to."""
+    if HISTORY and not paths:
+        torch.cuda.memory._dump_snapshot(HISTORY)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def count_prefill_graphs():
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
     from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
@@ -53,6 +66,7 @@ def count_prefill_graphs():
     replay, can_run = BreakableCudaGraphBackend.replay, PrefillCudaGraphRunner.can_run_graph
 
     def counted(self, shape_key, *args, **kwargs):
+        dump_history()
         paths[f"prefill-graph {shape_key.size}"] += 1
         return replay(self, shape_key, *args, **kwargs)
 
