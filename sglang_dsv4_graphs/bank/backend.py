@@ -99,3 +99,7 @@ class GraphBackend(ABC):
         tensors that are alive across that break.
         """
         return self
+
+    def settle(self) -> None:
+        """To be called when recordings have gone: make whole what they shared with those that stay."""
+        return

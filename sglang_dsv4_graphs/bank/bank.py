@@ -150,6 +150,7 @@ class Bank:
     def drop(self, bucket: int) -> None:
         """Forget one bucket's graph; its steps run eagerly from now on."""
         self._captured.pop(bucket, None)
+        self._backend.settle()
         self._buckets = tuple(sorted(self._captured))
 
     def retire(self, reason: str) -> None:
@@ -162,6 +163,7 @@ class Bank:
         if self._captured:
             self._synchronize()
         self._captured.clear()
+        self._backend.settle()
         self._statics = StaticRows(0)
         self._counts = self._slots = None
         self._query_pad = QueryPad()

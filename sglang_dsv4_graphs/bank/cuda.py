@@ -15,6 +15,7 @@ import torch
 
 from sglang_dsv4_graphs.bank.backend import CaptureError, GraphBackend, Recording, ReplayFault
 from sglang_dsv4_graphs.bank.ranks import Ranks, brief
+from sglang_dsv4_graphs.bank.workspace import hold_workspace
 from sglang_dsv4_graphs.engine.api import Engine
 
 Body = Callable[[], list[torch.Tensor | None]]
@@ -87,10 +88,14 @@ class CudaGraphBackend(GraphBackend):
             self._engine, pool=torch.cuda.graph_pool_handle(), stream=self._stream, ranks=self._ranks
         )
 
+    def settle(self) -> None:
+        hold_workspace(self._stream)
+
     def record(self, body: Body, *, warmups: int = 2) -> Recording:
         engine = self._engine
         noted = _Noted(body)
         try:
+            hold_workspace(self._stream)
             if self._shared:
                 hold_pool(self._pool, self._stream)
             self._ranks.rendezvous()

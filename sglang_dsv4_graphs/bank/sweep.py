@@ -212,8 +212,9 @@ class Startup:
         self._began, self._free_before = time.perf_counter(), self.device.free_bytes()
 
     def release(self) -> None:
-        """Hand back what the captures left over."""
+        """Hand back what the captures left over; what is left of failed ones goes here."""
         self.device.release()
+        self.backend.settle()
 
     def rehearse(self, stream: Any) -> None:
         """Steps of a few sizes through the served path on the stream that serves, head and logits too.

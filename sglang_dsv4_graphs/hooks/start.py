@@ -24,6 +24,7 @@ from sglang_dsv4_graphs.bank.probes import derived_tensors, model_weights
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.bank.sweep import Startup
+from sglang_dsv4_graphs.bank.workspace import hold_workspace
 from sglang_dsv4_graphs.engine.api import Engine
 from sglang_dsv4_graphs.extend import Probe
 
@@ -109,9 +110,13 @@ def make_backend(engine: Engine, served: ServedModel, runner: Any, manager: plug
     supplied = manager.hook.dsv4_graphs_backend(device=str(runner.device))
     if supplied is not None:
         return supplied
-    if served.settings.global_pool:
-        pool, stream = engine.global_graph_pool(torch.cuda), engine.global_capture_stream()
-    else:
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     shared = bool(served.settings.global_pool)
+    if shared:
+        pool, stream = engine.global_graph_pool(torch.cuda), engine.global_capture_stream()
+        # The engine captures on this stream after us; our graphs must be able to go without harm to its.
+        if not hold_workspace(stream):
+            served.log.warning("private-pool", reason="the engine's capture stream was in use before the plugin")
+            shared = False
+    if not shared:
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     return CudaGraphBackend(engine, pool=pool, stream=stream, ranks=served.ranks, shared=shared)

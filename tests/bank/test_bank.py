@@ -291,6 +291,18 @@ def test_drop_and_retire(make_bank: MakeBank) -> None:
     assert (bank.retired, bank.buckets, bank.stats, bank.bucket_for(1)) == ("shut down", (), [], None)
 
 
+def test_what_graphs_shared_is_made_whole_once_they_are_gone(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = captured(make_bank())
+    recording = weakref.ref(bank.recording(8))
+    left: list[Any] = []
+    monkeypatch.setattr(TapeBackend, "settle", lambda self: left.append((recording(), len(bank._captured))))
+    bank.drop(8)
+    bank.retire("moved")
+    assert left == [(None, 1), (None, 0)]
+
+
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_retiring_waits_and_frees_everything_the_bank_owns(make_bank: MakeBank, in_graph: bool) -> None:
     graphs_at_wait: list[int] = []

@@ -104,10 +104,18 @@ class Body:
 PLACES = ["1 segment 0", "1 break 1", "2 segment 0", "2 segment 2", "2 break 2", f"2 segment {BREAKS}"]
 
 
+# Streams whose workspace was held.
+HELD: list[Any] = []
+
+
 @contextmanager
 def no_gpu() -> Iterator[None]:
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    with patch.object(torch.cuda, "synchronize"), patch.object(torch.cuda, "current_stream", lambda: stream):
+    with (
+        patch.object(torch.cuda, "synchronize"),
+        patch.object(torch.cuda, "current_stream", lambda: stream),
+        patch.object(cuda, "hold_workspace", HELD.append),
+    ):
         yield
 
 
@@ -122,6 +130,20 @@ def test_one_rank_records_segments_and_breaks() -> None:
     recording = record(engine, Ranks(0, 1), None)
     assert (recording.segments, recording.breaks) == (BREAKS + 1, BREAKS)
     assert engine.done == ["pool pool", "registered"]
+
+
+def test_the_stream_has_its_workspace_before_a_capture_and_after_graphs_went() -> None:
+    HELD.clear()
+    with no_gpu():
+        backend = CudaGraphBackend(Engine(), pool="pool", stream="stream", ranks=Ranks(0, 1))  # type: ignore[arg-type]
+
+        def body() -> list[Any]:
+            assert HELD == ["stream"]
+            return []
+
+        backend.record(body, warmups=0)
+        backend.settle()
+    assert HELD == ["stream", "stream"]
 
 
 @pytest.mark.parametrize("at", PLACES)

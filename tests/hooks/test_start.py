@@ -24,6 +24,11 @@ from sglang_dsv4_graphs.settings import Settings  # noqa: E402
 from tests.fresh import in_fresh_process  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "hold_workspace", lambda stream: True)
+
+
 class Engine:
     """What startup asks of the engine; an ordinary server unless a test changes it."""
 
@@ -243,17 +248,24 @@ def test_a_supplied_backend_is_for_its_device() -> None:
     assert isinstance(make_backend(Engine(), Served(), Runner(), manager), CudaGraphBackend)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_pool_and_stream_of_cuda_graphs(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wanted", "held", "shared"), [(True, True, True), (False, True, False), (True, False, False)])
+def test_pool_and_stream_of_cuda_graphs(
+    wanted: bool, held: bool, shared: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "private pool")
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "private stream")
+    asked: list[Any] = []
+    monkeypatch.setattr(start, "hold_workspace", lambda stream: asked.append(stream) or held)
     made: dict[str, Any] = {}
     monkeypatch.setattr(start, "CudaGraphBackend", lambda engine, **options: made.update(options))
     engine = Engine()
-    served = Served(global_pool=shared)
+    served = Served(global_pool=wanted)
     make_backend(engine, served, Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
     kind = "global" if shared else "private"
     assert made == {"pool": f"{kind} pool", "stream": f"{kind} stream", "ranks": served.ranks, "shared": shared}
+    assert asked == (["global stream"] if wanted else [])
+    # Graphs that others captured on the stream use a workspace that would go with one of ours.
+    assert ("private-pool" in caplog.text) == (wanted and not held)
 
 
 class Steps:
