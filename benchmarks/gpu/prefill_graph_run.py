@@ -19,6 +19,7 @@ from sglang_dsv4_graphs.bench.orders import SOCKET_ENV, Agents
 MODES = {"both": (True, True), "graph": (True, False), "eager": (False, False), "banks": (False, True)}
 # The engine's own ways come first: what fails there is not ours.
 COMPARED = ("eager", "graph", "both")
+TOP = 20
 SMALL = [64, 128, 256, 1024, 2048]
 # name, lengths of the requests; 2049 is past the small shapes.
 CASES = [("128", [128]), ("100", [100]), ("1", [1]), ("1000", [1000]), ("2048", [2048])]
@@ -41,6 +42,7 @@ class Report:
 
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
+        self.compared: list[dict[str, Any]] = []
         self.data: dict[str, Any] = {"run": run, "checks": [], "trying": "start"}
 
     def trying(self, what: str) -> None:
@@ -117,20 +119,22 @@ def checks(run: str, server: EngineServer, report: Report, *, timed: bool) -> No
     switched.switch("both")
     churn(server, report)
     compare(switched, report, "after churn", [128])
+    judge(report)
     found = switched.paths()
     report.check("a prefill graph replayed", any(k.startswith("prefill-graph") for k in found))
     late = "no-tail-bank" in run or any(k.startswith("decoder-replay") for k in found)
     full = "no-full-bank" in run or "default" in run or any(k.startswith("full-layer") for k in found)
     report.check("both banks replayed", late and full, **found)
     if timed:
-        report.trying("times")
-        report.data["ttft_ms"] = times(switched)
+        times(switched, report)
 
 
-def times(switched: Switched, requests: int = 5) -> dict[str, dict[str, list[float]]]:
+def times(switched: Switched, report: Report, requests: int = 5) -> None:
     """Milliseconds to the first token by length and mode, in turn and in turned order: every choice in one process."""
     found: dict[str, dict[str, list[float]]] = {}
+    report.data["ttft_ms"] = found
     for n in COLD:
+        report.trying(f"times at {n}")
         row = found.setdefault(str(n), {mode: [] for mode in MODES})
         for r in range(requests + 1):
             for mode in list(MODES)[:: 1 if r % 2 else -1]:
@@ -139,7 +143,6 @@ def times(switched: Switched, requests: int = 5) -> dict[str, dict[str, list[flo
                 if r:  # the first of each is not measured: what is new to a length was not met yet
                     row[mode].append(ms)
         print("TTFT", n, {mode: round(statistics.median(ms), 1) for mode, ms in row.items()}, flush=True)
-    return found
 
 
 def compare(switched: Switched, report: Report, name: str, lengths: list[int]) -> None:
@@ -151,17 +154,32 @@ def compare(switched: Switched, report: Report, name: str, lengths: list[int]) -
         switched.switch(mode)
         switched.server.flush()
         before = switched.paths()
-        top = switched.server.ask(prompts, top=5).top
+        top = switched.server.ask(prompts, top=TOP).top
         taken[mode] = sorted(k for k, n in switched.paths().items() if n > before.get(k, 0))
         tops.setdefault(mode, []).append(top)
     report.trying(f"{name}, compared")
     apart = {f"{a} {b}": distance(tops[a][0], tops[b][0]) for a, b in (("both", "graph"), ("both", "eager"))}
     own = {mode: distance(*pair) for mode, pair in tops.items()}
     apart["graph eager"] = distance(tops["graph"][0], tops["eager"][0])
-    # A replay may differ from eager no more than the engine's own ways differ among each other and from themselves.
-    allowed = max(*own.values(), apart["graph eager"], 0.02)
-    passed = max(apart["both graph"], apart["both eager"]) <= allowed
-    report.check(name, passed, apart=apart, own=own, allowed=allowed, paths=taken)
+    report.compared.append({"name": name, "apart": apart, "own": own, "paths": taken})
+    # Where the engine's ways equal each other and themselves, padded or not, so must ours.
+    exact = bool(taken["graph"]) and not any(own.values()) and not apart["graph eager"]
+    passed = not exact or max(apart["both graph"], apart["both eager"]) == 0
+    report.check(name, passed, exact=exact, apart=apart, own=own, paths=taken)
+
+
+def judge(report: Report) -> None:
+    """The other cases together: no further from the engine's ways than they are from each other and themselves.
+
+    Padding moves the rounding of some row counts, and some kernels are not deterministic: two answers say little about
+    one such case, so cases are judged by the widest of their kind.
+    """
+    for kind, repeats in (("deterministic", True), ("not deterministic", False)):
+        rows = [r for r in report.compared if (not any(r["own"].values())) == repeats]
+        ours = [max(r["apart"]["both graph"], r["apart"]["both eager"]) for r in rows]
+        engines = [max(r["apart"]["graph eager"], r["own"]["eager"], r["own"]["graph"]) for r in rows]
+        passed = max(ours, default=0) <= max(engines, default=0)
+        report.check(f"cases that are {kind}", passed, ours=ours, engine=engines)
 
 
 def distance(one, other) -> float:

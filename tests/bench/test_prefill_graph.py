@@ -110,7 +110,7 @@ def test_every_mode_takes_its_way(site: Path) -> None:
     # Past the shapes there is no graph to switch.
     assert checks["2049"]["paths"] == {"both": ["decoder-replay 128", "full-layer 8192"], "graph": [], "eager": []}
     assert checks["8 requests"]["apart"] == {"both graph": 0.0, "both eager": 0.0, "graph eager": 0.0}
-    assert done.stdout.count("PASS small ") == len(record["checks"]) == 16
+    assert done.stdout.count("PASS small ") == len(record["checks"]) == 18
 
 
 @pytest.mark.parametrize("site", [True], indirect=True)
