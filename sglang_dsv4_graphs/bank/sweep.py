@@ -65,7 +65,7 @@ class Startup:
         self.log: RankLog = served.log
         self._grow_seconds = 0.0
         self._grown: Grown | None = None
-        self._began, self._free_before = 0.0, 0
+        self._began, self._free_before, self._free_after = 0.0, 0, 0
 
     @property
     def largest_step(self) -> int:
@@ -157,6 +157,8 @@ class Startup:
                 self._failed(bank, rows, problem)
                 break
             self.log.debug("captured", **bucket_values(bank, rows))
+        # What warm-ups left in the allocator's cache is not the bank's.
+        self.release()
         used = free - self.device.free_bytes()
         self.log.info("captured", **bank_values(bank, seconds=time.perf_counter() - start, used=used))
 
@@ -215,6 +217,7 @@ class Startup:
         """Hand back what the captures left over; what is left of failed ones goes here."""
         self.device.release()
         self.backend.settle()
+        self._free_after = self.device.free_bytes()
 
     def rehearse(self, stream: Any) -> None:
         """Steps of a few sizes through the served path on the stream that serves, head and logits too.
@@ -241,10 +244,12 @@ class Startup:
         self.device.release()
 
     def summary(self) -> None:
-        """One line for everything that was captured; seconds count growing too."""
+        """One line for everything that was captured; seconds count growing too.
+
+        Memory is as the captures left it: what the rehearsal's steps hold since, any request would.
+        """
         seconds = self._grow_seconds + time.perf_counter() - self._began
-        free = self.device.free_bytes()
-        values = total_values(self.banks, free_before=self._free_before, free=free, seconds=seconds)
+        values = total_values(self.banks, free_before=self._free_before, free=self._free_after, seconds=seconds)
         self.log.info("captured", **values)
 
     def _quiet(self) -> bool | None:

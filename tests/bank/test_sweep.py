@@ -266,7 +266,7 @@ def test_a_failed_capture_keeps_what_succeeded(
     s = Sweep(World())
     bank = s.captured(fails={fails_at: OUT_OF_MEMORY})
     assert bank.buckets == kept
-    assert s.device.releases == 2  # after growing, and after the failure
+    assert s.device.releases == 3  # after growing, after the failure, and before the bank's memory is told
     (warning,) = [line for line in lines() if "capture-failed" in line]
     assert warning == (
         f"dsv4-graphs: capture-failed bank=full-layer rows={fails_at} kept={len(kept)} "
@@ -560,11 +560,39 @@ def test_the_summary_counts_memory_and_graphs_of_all_banks(lines: Callable[[], l
     s = Sweep(World())
     s.device.free = 10 << 30
     s.captured()
-    s.startup.release()
-    assert s.device.releases == 2
     s.device.free = 8 << 30
+    s.startup.release()
+    # What the rehearsal allocates is not the graphs'.
+    s.device.free = 5 << 30
     s.startup.summary()
     assert lines()[-1].startswith(
         f"dsv4-graphs: captured bank=total graphs=3 segments={3 * (LATE + 1)} gib=2.000 "
         "free_gib_before=10.000 free_gib_after=8.000 seconds="
     )
+
+
+def test_a_bank_is_charged_with_what_a_release_does_not_give_back(
+    lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = Sweep(World())
+    s.device.free = 10 << 30
+    release = s.device.release
+
+    def given_back() -> None:
+        release()
+        s.device.free = 9 << 30
+
+    def capture(*args: Any) -> str:
+        # The warm-ups leave three more in the allocator's cache.
+        s.device.free = 6 << 30
+        return ""
+
+    s.startup.grow()
+    bank = s.startup.make_bank("full-layer", 0, LATE, (4,))
+    monkeypatch.setattr(s.device, "release", given_back)
+    monkeypatch.setattr(s.startup, "capture_one", capture)
+    monkeypatch.setattr("sglang_dsv4_graphs.bank.sweep.bucket_values", lambda bank, rows: {})
+    monkeypatch.setattr("sglang_dsv4_graphs.bank.sweep.bank_values", lambda bank, seconds, used: {"used": used})
+    s.startup.capture_all(bank, s.dummies.batch)
+    used = int(lines()[-1].removeprefix("dsv4-graphs: captured used="))
+    assert 0.9 < used / (1 << 30) < 1.1
