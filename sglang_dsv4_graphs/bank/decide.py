@@ -27,13 +27,9 @@ class ServerFacts:
     pool_borrowing: bool = False
     forward_hooks: bool = False
     decode_only: bool = False
-    prefill_graph: bool = False
+    full_prefill_graph: bool = False
     lagged_hyper_connections: bool = True
 
-
-# Set once a GPU run has shown banks and a prefill graph side by side (docs/notes/prefill-graph.md); until then only
-# benchmarks/gpu sets it, in its own process.
-PREFILL_GRAPH_SHOWN = False
 
 # (field of ServerFacts, reason); the first that holds is given.
 _SERVER_REASONS = (
@@ -49,7 +45,7 @@ _SERVER_REASONS = (
     ("memory_saver", "memory saver: weights and pools may be released while graphs hold their addresses"),
     ("pool_borrowing", "graph-pool borrowing: other code writes into graph memory"),
     ("decode_only", "disaggregated decode: this server runs no prefill"),
-    ("prefill_graph", "prefill graph: replaying it beside the banks faulted once and is not shown to be safe"),
+    ("full_prefill_graph", "full prefill graph: not shown to be safe beside the banks"),
     ("forward_hooks", "forward hooks: a replay does not call them"),
 )
 
@@ -59,7 +55,7 @@ def server_reason(facts: ServerFacts, *, capturable_devices: tuple[str, ...] = (
     if facts.device not in capturable_devices:
         return f"device {facts.device}: CUDA graphs need an NVIDIA GPU"
     for name, reason in _SERVER_REASONS:
-        if getattr(facts, name) and not (name == "prefill_graph" and PREFILL_GRAPH_SHOWN):
+        if getattr(facts, name):
             return reason
     if not facts.lagged_hyper_connections:
         return "model without lagged hyper-connections: not DeepSeek-V4.1"

@@ -152,8 +152,18 @@ class Engine(DummySteps):
 
     def captures_prefill(self) -> bool:
         """Whether this server captures a prefill graph of its own."""
+        return self._prefill_backend() != "disabled"
+
+    def captures_full_prefill(self) -> bool:
+        """Whether that graph is without breaks: ``full``, or whatever else than ``breakable`` an engine may offer.
+
+        The third kind that both versions still have code for, ``tc_piecewise``, is refused by their arguments.
+        """
+        return self._prefill_backend() not in ("disabled", "breakable")
+
+    def _prefill_backend(self) -> str:
         config = self.get_exec().graph.cuda_graph_config
-        return config is not None and str(config.prefill.backend) != "disabled"
+        return "disabled" if config is None else str(config.prefill.backend)
 
     def offloads_weights(self) -> bool:
         """Whether weights of some layers live elsewhere than on the GPU, for good or between their uses."""

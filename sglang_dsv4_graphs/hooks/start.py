@@ -48,7 +48,7 @@ def server_facts(engine: Engine, runner: Any, model: Any) -> ServerFacts:
         memory_saver=bool(getattr(runner.server_args, "enable_memory_saver", False)),
         pool_borrowing=bool(engine.envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.get()),
         forward_hooks=bool(engine.get_observability().forward_hooks),
-        prefill_graph=engine.captures_prefill(),
+        full_prefill_graph=engine.captures_full_prefill(),
         decode_only=engine.get_disagg().disaggregation_mode == "decode",
         lagged_hyper_connections=bool(model.hc_pre_from_prev_sublayer),
     )

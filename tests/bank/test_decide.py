@@ -24,7 +24,7 @@ SERVER = {
     "pool_borrowing": "graph-pool borrowing",
     "forward_hooks": "forward hooks",
     "decode_only": "disaggregated decode",
-    "prefill_graph": "prefill graph",
+    "full_prefill_graph": "full prefill graph",
 }
 STEP = {
     "speculative": "speculative verify or draft",
@@ -67,14 +67,6 @@ def test_other_devices(device: str) -> None:
     assert server_reason(facts) == f"device {device}: CUDA graphs need an NVIDIA GPU"
     assert server_reason(facts, capturable_devices=("cuda", device)) is None
     assert server_reason(ORDINARY, capturable_devices=()) is not None
-
-
-def test_a_prefill_graph_is_lifted_by_its_constant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = dataclasses.replace(ORDINARY, prefill_graph=True)
-    assert str(server_reason(facts)).startswith("prefill graph")
-    monkeypatch.setattr(decide, "PREFILL_GRAPH_SHOWN", True)
-    assert server_reason(facts) is None
-    assert str(server_reason(dataclasses.replace(facts, lora=True))).startswith("LoRA")
 
 
 def test_the_first_reason_is_given() -> None:

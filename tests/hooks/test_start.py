@@ -40,7 +40,7 @@ class Engine:
         )
         self.overlap = SimpleNamespace(enable_two_batch_overlap=False)
         self.mixed = False
-        self.unified, self.borrowing, self.hooks, self.mode, self.prefill_graph = False, False, None, "null", False
+        self.unified, self.borrowing, self.hooks, self.mode, self.full_prefill = False, False, None, "null", False
         borrow = SimpleNamespace(get=lambda: self.borrowing)
         self.envs = SimpleNamespace(SGLANG_ENABLE_GRAPH_POOL_BORROW=borrow)
         self.offloads, self.a2a = False, "none"
@@ -75,8 +75,8 @@ class Engine:
     def unified_kv(self) -> bool:
         return self.unified
 
-    def captures_prefill(self) -> bool:
-        return self.prefill_graph
+    def captures_full_prefill(self) -> bool:
+        return self.full_prefill
 
     def global_graph_pool(self, device_module: Any) -> str:
         assert device_module is torch.cuda
@@ -149,7 +149,7 @@ CHANGES = {
     "pool_borrowing": ("engine.borrowing", True, True),
     "forward_hooks": ("engine.hooks", [{"name": "x"}], True),
     "decode_only": ("engine.mode", "decode", True),
-    "prefill_graph": ("engine.prefill_graph", True, True),
+    "full_prefill_graph": ("engine.full_prefill", True, True),
     "lagged_hyper_connections": ("model.hc_pre_from_prev_sublayer", False, False),
 }
 
@@ -196,10 +196,12 @@ def in_a_process_with_published_arguments() -> list[str]:
     from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
     from sglang.srt.runtime_context import get_flags
 
-    breakable = PhaseConfig(backend=Backend.BREAKABLE)
-
     def read() -> ServerFacts:
         return server_facts(engine, runner, Model())
+
+    def prefill_graph(backend: str) -> Any:
+        config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
+        return engine.get_exec().graph.override(cuda_graph_config=config)
 
     assert read() == ServerFacts(device="cuda")
     scopes = {
@@ -209,13 +211,18 @@ def in_a_process_with_published_arguments() -> list[str]:
         "forward_hooks": engine.get_observability().override(forward_hooks=[{"name": "x"}]),
         "decode_only": engine.get_disagg().override(disaggregation_mode="decode"),
         "pool_borrowing": engine.envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.override(True),
-        "prefill_graph": engine.get_exec().graph.override(cuda_graph_config=CudaGraphConfig(prefill=breakable)),
+        "full_prefill_graph": prefill_graph(Backend.FULL),
     }
     for fact, scope in scopes.items():
         with scope:
             found += [fact] * getattr(read(), fact)
         assert not getattr(read(), fact)
     assert args.enable_memory_saver is False
+    # A kind that an engine may come to offer is as little known as ``full``.
+    for kind in (*Backend.ALL, "another"):
+        with prefill_graph(kind):
+            assert read().full_prefill_graph is (kind not in (Backend.DISABLED, Backend.BREAKABLE)), kind
+            assert engine.captures_prefill() is (kind != Backend.DISABLED), kind
     return found
 
 
@@ -228,7 +235,7 @@ def test_the_real_engine_has_these_places() -> None:
         "forward_hooks",
         "decode_only",
         "pool_borrowing",
-        "prefill_graph",
+        "full_prefill_graph",
     ]
     assert in_fresh_process(in_a_process_with_published_arguments).value == expected
 

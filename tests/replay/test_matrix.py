@@ -142,7 +142,11 @@ def test_a_server_that_stands_down(servers: Servers, fact: Callable[[Server], An
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "memory saver": ({"enable_memory_saver": True}, "memory saver: "),
     "disaggregated decode": ({"disaggregation_mode": "decode"}, "disaggregated decode: "),
-    "prefill graph": ({"cuda_graph_backend_prefill": "breakable"}, "prefill graph: "),
+    # The engine refuses it together with decoder SWA bounded replay.
+    "full prefill graph": (
+        {"cuda_graph_backend_prefill": "full", "bounded_replay": False},
+        "full prefill graph: not shown to be safe beside the banks",
+    ),
 }
 
 
@@ -151,6 +155,26 @@ def test_a_server_whose_arguments_stand_down(servers: Servers, arguments: dict[s
     server = servers.own(SETTINGS, graphs=False, **arguments)
     stood_down(server, reason)
     equal_to_eager(server)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_breakable_prefill_graph_is_served(servers: Servers, bounded: bool) -> None:
+    """Steps that it does not take replay the banks, as on a server without one."""
+    server = servers.own(SETTINGS, cuda_graph_backend_prefill="breakable", bounded_replay=bounded)
+    assert server.installation.runtime.engine.captures_prefill()
+    replays, _ = Story(server, Judge.of(server)).step({"a": 50})
+    assert [bank for bank, _ in replays] == [FULL_LAYER, DECODER_REPLAY][: 1 + bounded]
+    assert server.log.having("eager reason=") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("full", "cannot be combined with the prefill CUDA graph"), ("tc_piecewise", "'tc_piecewise' not allowed")],
+)
+def test_the_engine_refuses_other_prefill_graphs_of_this_model(servers: Servers, kind: str, error: str) -> None:
+    """With decoder SWA bounded replay, and at all."""
+    with pytest.raises(ValueError, match=error):
+        servers.own(SETTINGS, startup=False, cuda_graph_backend_prefill=kind)
 
 
 def test_strict_refuses_to_stand_down(servers: Servers) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from sglang_dsv4_graphs.bank import decide
 from tests.replay.judge import distance
 from tests.replay.server import DECODER_REPLAY, SMALL, Server, Servers, tape_backend
 from tests.replay.story import ROUNDING, Step, Story
@@ -18,6 +17,7 @@ from tests.replay.test_dspark import forward, speculating
 
 pytestmark = pytest.mark.engine
 SHAPE = 256
+BREAKABLE = {"cuda_graph_backend_prefill": "breakable"}
 
 
 class Quiet:
@@ -55,7 +55,7 @@ def replay(server: Server, graph: Any, batch: Any) -> Any:
 
 @pytest.fixture
 def outer(servers: Servers) -> tuple[Server, Any]:
-    server = servers.shared("prefill graph", SMALL)
+    server = servers.shared("prefill graph", SMALL, **BREAKABLE)
     if not hasattr(server, "outer"):
         server.outer = captured(server)  # type: ignore[attr-defined]
     return server, server.outer  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def test_late_layers_replay_inside_the_outer_graph(outer: tuple[Server, Any], st
 
 
 def test_a_bank_that_is_retired_leaves_them_eager(servers: Servers) -> None:
-    server = servers.own(SMALL)
+    server = servers.own(SMALL, **BREAKABLE)
     graph = captured(server)
     server.bank(DECODER_REPLAY).retire("for once")
     story = Story(server, Quiet())  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_multimodal_input_runs_them_eagerly(outer: tuple[Server, Any], monkeypat
 @pytest.mark.parametrize("layers", [[1, 3], [6], [0, 2, 6]], ids=["before the tail", "in it", "on both sides"])
 def test_collected_hidden_states(servers: Servers, layers: list[int]) -> None:
     """Early layers' come out of the outer graph, late ones' out of our bank, in order."""
-    server = servers.own(SMALL, prepare=speculating(layers))
+    server = servers.own(SMALL, prepare=speculating(layers), **BREAKABLE)
     story = Story(server, Quiet(), seed=99)  # type: ignore[arg-type]
 
     def batch_of(of: Step) -> Any:
@@ -150,7 +150,7 @@ def test_collected_hidden_states(servers: Servers, layers: list[int]) -> None:
 
 def test_a_server_that_stands_down_keeps_the_engines_path(servers: Servers) -> None:
     """Asked while the engine captures, before our startup: the reason is known by then."""
-    server = servers.own(SMALL, startup=False)
+    server = servers.own(SMALL, startup=False, **BREAKABLE)
     server.served.stand_down = "for once"
     seen: list[Any] = []
     engine = server.installation.runtime.engine
@@ -163,4 +163,3 @@ def test_a_server_that_stands_down_keeps_the_engines_path(servers: Servers) -> N
 
         seen = block(SimpleNamespace(served=server.served))  # type: ignore[arg-type]
     assert seen == []
-    assert decide.PREFILL_GRAPH_SHOWN is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,39 @@ def test_grow_comes_before_the_engines_prefill_captures(servers: Servers, monkey
     assert [e for e in events if "engine" in e[0]][-1] == events[events.index(("engine done", 0))]
     assert events.count(("step", LARGE)) == 1
     assert events.index(("engine done", 0)) < events.index((FULL_LAYER, 64))
+
+
+def test_the_workspace_is_held_before_the_engine_captures(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held later, it is the engine's graphs' own, and would go with the first graph of ours that goes.
+
+    The engine's own startup up to the end of its captures, on a server whose banks are to be CUDA graphs.
+    """
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup as engine
+
+    from sglang_dsv4_graphs.hooks import start
+    from sglang_dsv4_graphs.hooks.runtime import Runtime
+
+    events: list[str] = []
+
+    def noted(event: str, result: Any = None) -> Any:
+        return lambda *args, **kwargs: events.append(event) or result
+
+    server = servers.own(ONE_BUCKET, make_backend=lambda installation: None, startup=False)
+    ours = server.installation.runtime.engine
+    monkeypatch.setattr(Runtime, "_devices", lambda self, runner: ("cpu",))
+    monkeypatch.setattr(ours, "global_capture_stream", lambda: "the engine's stream")
+    monkeypatch.setattr(ours, "global_graph_pool", lambda device: "the engine's pool")
+    monkeypatch.setattr(start, "hold_workspace", lambda stream: noted(f"held for {stream}", True)())
+    monkeypatch.setattr(engine.GraphSharedOutput, "create_for_model_runner", lambda runner: None)
+    monkeypatch.setattr(engine, "EagerRunner", noted("eager runner"))
+    # The first that the engine's prefill capture asks; answered so, it is over.
+    monkeypatch.setattr(engine, "check_cuda_graph_backend", noted("prefill captures", True))
+    monkeypatch.setattr(engine, "capture_decode_graph", noted("decode captures"))
+    able = SimpleNamespace(capabilities=SimpleNamespace(graph_capture=True))
+    monkeypatch.setattr(engine, "current_platform", able)
+    engine.capture_cuda_graphs(model_runner=server.runner, finalize=False)
+    assert server.served.stand_down is None
+    assert events == ["eager runner", "held for the engine's stream", "prefill captures", "decode captures"]
 
 
 def test_nothing_of_the_rehearsal_is_left(servers: Servers) -> None:

@@ -1,8 +1,8 @@
-"""An extension for benchmarks/gpu/prefill_graph.py: lets banks run beside the engine's prefill graph, and switches it.
+"""An extension for benchmarks/gpu/prefill_graph.py: switches the engine's prefill graph beside the banks.
 
-Does nothing unless ``DSV4_PREFILL_GRAPH_VARIANT`` is set. Then it lifts the stand-down row of the prefill graph for
-this process, applies the variant (each removes one suspect of the fault in docs/notes/prefill-graph.md), and gives the
-benchmark's agent two more orders: ``prefill-graph``, whether the engine's graph takes part in the next steps, and
+Does nothing unless ``DSV4_PREFILL_GRAPH_VARIANT`` is set. Then it applies the variant (each takes away, or brings back,
+something that a fault beside that graph may hang on: docs/notes/prefill-graph.md), and gives the benchmark's agent two
+more orders: ``prefill-graph``, whether the engine's graph takes part in the next steps, and
 ``paths``, which prefill graphs have replayed. The agent's own switch the banks and count their replays. With
 ``DSV4_PREFILL_GRAPH_HISTORY`` set to a file, the allocator's history up to the first replay goes there.
 """
@@ -15,16 +15,12 @@ from collections import Counter
 import torch
 
 from sglang_dsv4_graphs import hookimpl
-from sglang_dsv4_graphs.bank import decide
 
 VARIANT = os.environ.get("DSV4_PREFILL_GRAPH_VARIANT")
 HISTORY = os.environ.get("DSV4_PREFILL_GRAPH_HISTORY")
 state = {"begun": False, "graph": True}
 paths: Counter = Counter()
 kept = []
-
-if VARIANT:
-    decide.PREFILL_GRAPH_SHOWN = True
 
 
 @hookimpl
