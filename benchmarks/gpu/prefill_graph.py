@@ -4,10 +4,10 @@
     RESULTS=dir MODELS=dir python3 benchmarks/gpu/prefill_graph.py small:grow-late small:private-pool
 
 A run is a set of shapes (``default``: the engine's own; ``small``: up to 2048, below the chunk) and a variant:
-``plain`` is the engine without the plugin; the others take one suspect of docs/notes/prefill-graph.md away: base,
-grow-late (expected to fail as it once did), keep-batches, no-release, private-pool, no-tail-bank, no-full-bank. Each
-is a process of its own, killed after --limit seconds (the whole ends within --total; kernels that were never compiled
-on the machine take a minute more, so the first run may need ``--limit 230`` alone), and writes
+``base`` is the server as it is, ``plain`` the engine without the plugin; the others each change one thing that was a
+suspect once (docs/notes/prefill-graph.md): grow-late, keep-batches, no-release, private-pool, no-tail-bank,
+no-full-bank. Each is a process of its own, killed after --limit seconds (the whole ends within --total; kernels that
+were never compiled on the machine take a minute more, so the first run may need ``--limit 230`` alone), and writes
 RESULTS/prefill-graph-<run>.json after every check, so that a crash of the server leaves what came before and the last
 thing it tried. MODELS holds a config folder ``rank``. Needs the engine, one GPU with nothing else on it, and this
 project, installed or as a checkout on PYTHONPATH; weights that carry signal, if the model is to have any, come with

@@ -147,6 +147,11 @@ class Bank:
         """Raise ``MovedBufferError`` if a buffer that ``bucket``'s graph reads has moved."""
         self.guard.check(self._captured[bucket].addresses, bank=self.name, bucket=bucket, everything=everything)
 
+    def end_ladder(self, largest: int) -> None:
+        """Plan no bucket above ``largest``, and no rows for one; before the first capture."""
+        self.planned = tuple(b for b in self.planned if b <= largest)
+        self._statics = StaticRows(max(self.planned, default=0))
+
     def drop(self, bucket: int) -> None:
         """Forget one bucket's graph; its steps run eagerly from now on."""
         self._captured.pop(bucket, None)

@@ -27,7 +27,7 @@ class TrialRun:
             log.debug("trial", bank=bank.name, bucket=t.bucket, rows=t.rows, eager_s=t.eager, replayed_s=t.replayed)
         dropped = [b for b in bank.planned if b > largest]
         if dropped:
-            bank.planned = tuple(b for b in bank.planned if b <= largest)
+            bank.end_ladder(largest)
             log.info("trimmed", bank=bank.name, rows=f"{dropped[0]}..{dropped[-1]}", reason=trim_reason(trials))
 
     def try_bucket(self, bucket: int) -> Trial:

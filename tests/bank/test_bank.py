@@ -291,6 +291,14 @@ def test_drop_and_retire(make_bank: MakeBank) -> None:
     assert (bank.retired, bank.buckets, bank.stats, bank.bucket_for(1)) == ("shut down", (), [], None)
 
 
+def test_a_ladder_that_ends_early_has_no_rows_for_more(make_bank: MakeBank) -> None:
+    bank = make_bank()
+    bank.end_ladder(7)
+    assert bank.planned == (4,)
+    bank.capture(4, live_rows(4), live_batch(4), SimpleNamespace())
+    assert {len(t) for t in bank._statics.tensors} == {4}
+
+
 def test_what_graphs_shared_is_made_whole_once_they_are_gone(
     make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
