@@ -19,9 +19,9 @@ from sglang_dsv4_graphs.bench.engine import EngineServer
 from sglang_dsv4_graphs.bench.job import CHECKS, Job
 from sglang_dsv4_graphs.bench.memory import used_gib
 from sglang_dsv4_graphs.bench.orders import Agents
+from sglang_dsv4_graphs.bench.profiles import FIRST_TOKENS, beside, profile_one, profile_steps
 from sglang_dsv4_graphs.bench.results import write_json
 
-FIRST_TOKENS = 128
 FIRST_REQUESTS = 8
 # What a line of progress starts with in this process's output.
 NEWS = "dsv4-graphs-bench "
@@ -64,10 +64,14 @@ class Session:
     def prepare(self) -> None:
         """What every mode begins with: memory after startup, the first requests, then what need not be measured."""
         self.result["gib_after_startup"] = used_gib()
+        if self.job.profile:
+            profile_one(self, "first", beside(self.job.profile, "first"))
         first = [self.server.ask([tokens(FIRST_TOKENS, ("first", i))]).ms for i in range(FIRST_REQUESTS)]
         self.result["first_requests_ms"] = first
         self.save()
         say(f"up in {self.server.startup_s:.1f} s, first request {first[0]:.1f} ms")
+        if self.job.profile:
+            profile_one(self, "later", beside(self.job.profile, "later"))
         self.warm("warm")
 
     def warm(self, seed: str) -> None:
@@ -130,7 +134,7 @@ def toggle(session: Session) -> None:
             session.add("decode", compare_tokens(session, case))
     session.order("on")
     if job.profile:
-        profile(session, job.profile)
+        profile_steps(session, job.profile)
 
 
 def _alternating(requests: int) -> Iterator[tuple[int, str]]:
@@ -168,16 +172,6 @@ def compare_tokens(session: Session, case: Case) -> dict[str, Any]:
     equal, own = row["replayed equals eager"], row["eager equals itself"]
     say(f"{case.name}: {equal} of {row['tokens']} tokens equal, eager with itself {own}")
     return row
-
-
-def profile(session: Session, path: str) -> None:
-    """Host profile of forty small replayed steps on the thread that serves, as text."""
-    session.order("profile-start")
-    for i in range(40):
-        session.server.ask([tokens(FIRST_TOKENS, ("profile", i))])
-    session.order("profile-stop")
-    session.server.ask([tokens(FIRST_TOKENS, "the step in which it ends")])
-    session.order("result", into=path)
 
 
 def breakdown(session: Session) -> None:

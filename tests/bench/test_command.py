@@ -139,8 +139,9 @@ def test_toggle_compares_within_one_process(site: Path, tmp_path: Path) -> None:
         assert max(case["modes"]["on"]) < min(case["modes"]["off"])
         # Each mode had prompts of its own.
         assert case["cached"] == [0, 0, 0, 0]
-    # The first requests, half of the warm-up and half of the measured steps replayed; decoding came later.
-    warm_up = 8 + 1 + 30
+    # The first requests, two profiles of three, half of the warm-up and half of the measured steps replayed; decoding
+    # came later.
+    warm_up = 8 + 6 + 1 + 30
     assert process["counts"]["replays"] == [["full-layer", 128, warm_up + 2 * 30]]
     row = process["decode"][0]
     # The fake's replays leave eager's tokens after the third.
@@ -151,6 +152,11 @@ def test_toggle_compares_within_one_process(site: Path, tmp_path: Path) -> None:
     assert len(row["eager top"][0]) == 2
     assert row["cached"] == {run: [0, 0] for run in ("eager", "replayed", "eager again", "replayed again")}
     assert "run_loop" in (tmp_path / "profile-1.txt").read_text()
+    for which in ("first", "later"):
+        # Of one whole request, and the way in of the one in whose forward it ended.
+        (line,) = [x for x in (tmp_path / f"profile-1-{which}.txt").read_text().splitlines() if "(generate)" in x][:1]
+        assert line.split()[0] == "2"
+        assert process[f"profiled_{which}_ms"] > 0
 
 
 def test_breakdown_adds_up_to_the_client_s_time(site: Path, tmp_path: Path) -> None:
