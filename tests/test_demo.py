@@ -23,6 +23,7 @@ from sglang_dsv4_graphs.demo.preflight import DemoError
 from sglang_dsv4_graphs.demo.report import BankPart, StepReport
 from tests.distributions import PLUGIN, install_distribution
 from tests.fresh import in_fresh_process
+from tests.replay.server import DECODER_REPLAY_CAP, FULL_LAYER_CAP
 
 ROOT = Path(__file__).resolve().parent.parent
 LADDER = (64, 128, 256, 384)
@@ -183,7 +184,10 @@ def test_demo_passes_and_shows_every_step(installed: Path, tmp_path: Path) -> No
 def run_three_steps(spoil: str) -> None:
     """In a fresh process: the demo's first steps, after ``spoil`` (a function here) made something wrong."""
     from sglang_dsv4_graphs.cli import main
+    from sglang_dsv4_graphs.demo import cpu
 
+    # As few graphs as a plan can be made for; the first steps need no more.
+    cpu.SETTINGS |= {FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "128"}
     whole = steps.plan
     steps.plan = lambda ladder: whole(ladder)[:3]
     globals()[spoil]()

@@ -81,7 +81,8 @@ def run_to_end(
     deadline = time.monotonic() + limit_s
     try:
         while server.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(POLL_S if poll_s is None else poll_s)
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(POLL_S if poll_s is None else poll_s)
             show(server.news())
         code = server.process.poll()
     finally:

@@ -9,9 +9,11 @@ text, by which the client times its first tokens.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from sglang_dsv4_graphs.cpu_engine.process import free_port
 
 SERVER_MODULE, CLIENT_MODULE = "sglang.launch_server", "sglang.bench_serving"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-POLL_S = 1.0
+POLL_S = 0.25
 KEPT = (
     "completed",
     "duration",
@@ -144,6 +146,7 @@ def _wait_until_healthy(server: ServerProcess, port: int, deadline: float, limit
                     return
         except OSError:
             pass
-        time.sleep(POLL_S)
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(POLL_S)
     how = how_it_ended(server.process.poll(), limit_s)
     raise BenchError(f"{SERVER_MODULE} did not come up: it {how}; its log ends:\n{last_lines(server.log)}")

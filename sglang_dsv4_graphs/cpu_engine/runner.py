@@ -95,7 +95,7 @@ class CpuRunner:
         server_args: Any,
         bounded_replay: bool,
         world: World,
-        slots: int = 4096,
+        slots: int = 2048,
         requests: int = 16,
         device_counts: bool = False,
     ) -> None:

@@ -127,18 +127,29 @@ class Ledger:
     def undo(self) -> None:
         """Put back what was there, newest patch first."""
         self._switch.on = False
+        back: list[Patch] = []
         while self._patches:
             patch = self._patches.pop()
             if raw_attribute(patch.owner, patch.attribute) is patch.new and patch.new is not patch.old:
                 setattr(patch.owner, patch.attribute, patch.old)
-                _rebind_importers(patch.new, patch.old)
+                back.append(patch)
+        _rebind_importers(back)
 
 
-def _rebind_importers(new: Any, old: Any) -> None:
-    """Give modules that imported the patched function by name the old one back, as the registry gave them the new."""
+def _rebind_importers(patches: list[Patch]) -> None:
+    """Give modules that imported a patched function by name the old one back, as the registry gave them the new.
+
+    In one look at all modules, which are thousands. ``patches`` are the newest first: what one puts back may be what
+    an older one of the same target put there.
+    """
+    old: dict[int, Any] = {}
+    for patch in reversed(patches):
+        old[id(patch.new)] = old.get(id(patch.old), patch.old)
+    if not old:
+        return
     for module in list(sys.modules.values()):
         if not isinstance(module, types.ModuleType):
             continue
         for name, value in list(vars(module).items()):
-            if value is new:
-                setattr(module, name, old)
+            if id(value) in old:
+                setattr(module, name, old[id(value)])

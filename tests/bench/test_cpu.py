@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributions import PLUGIN, install_distribution
 from tests.fresh import in_fresh_process
+from tests.replay.server import DECODER_REPLAY_CAP, FULL_LAYER_CAP
 
 BREAKS = ["break: attention", "break: low-ratio sources"]
 
@@ -18,7 +19,9 @@ def run_small(out: str) -> int:
     """In a fresh process: the command as a person runs it where torch sees no GPU, on one length."""
     from sglang_dsv4_graphs.bench import cpu
     from sglang_dsv4_graphs.cli import main
+    from sglang_dsv4_graphs.demo import cpu as demo
 
+    demo.SETTINGS |= {FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"}
     run = cpu.run
     cpu.run = lambda out, requests: run(out, requests, lengths=(40,))
     return main(["bench", "--cpu", "--requests", "2", "--out", out])

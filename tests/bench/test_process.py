@@ -49,6 +49,13 @@ def test_lines_are_shown_whole_and_once(tmp_path: Path) -> None:
     assert [line for lines in news for line in lines] == ["one", "two"]
 
 
+def test_its_end_is_seen_at_once(tmp_path: Path) -> None:
+    """However long the polls are: a run starts many servers, one after the other."""
+    start = time.monotonic()
+    assert process.run_to_end(["true"], {}, tmp_path / "log", limit_s=100, poll_s=60) == 0
+    assert time.monotonic() - start < 30
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     script = (

@@ -24,6 +24,7 @@ from sglang_dsv4_graphs.hooks.ledger import hook_in_chain, owner_of, raw_attribu
 from sglang_dsv4_graphs.settings import Settings
 from tests.distributions import install_distribution
 from tests.fresh import in_fresh_process
+from tests.replay.server import IMPORT_THE_ENGINE
 
 pytestmark = pytest.mark.engine
 
@@ -77,6 +78,14 @@ def test_every_hook_is_in_place(installed: Any) -> None:
     for target, value in before.items():
         if target.startswith("sglang.") and target not in [c.target for c in hooks]:
             assert engine_state()[target] is value
+
+
+def test_nobody_else_has_a_patched_function_by_name(installed: Any) -> None:
+    """So tests of servers may let the registry look for importers among these packages alone."""
+    new = {id(patch.new) for patch in installed().ledger.patches}
+    named = {name for name, module in sys.modules.items() for value in vars(module).values() if id(value) in new}
+    assert named, "the targets that are functions of a module"
+    assert {name.partition(".")[0] for name in named} <= set(IMPORT_THE_ENGINE)
 
 
 def test_what_is_registered(installed: Any) -> None:

@@ -119,6 +119,15 @@ def test_modules_that_imported_a_function_by_name(target: Target) -> None:
     assert target.importer.by_name is target.importer.later is target.own["finalize"]
 
 
+def test_two_patches_of_one_function_come_off_together(target: Target) -> None:
+    """The older one's function is what the newer puts back, and is nobody's any more."""
+    target.apply("finalize", "finalize")
+    assert target.call("finalize") == ["ours", "ours", "finalize x"]
+    target.ledger.undo()
+    assert target.now() == target.own
+    assert target.importer.by_name is target.own["finalize"]
+
+
 def test_a_hook_that_is_not_applied_undoes_the_others(target: Target) -> None:
     # The engine refuses to wrap a class: it logs that, and applies the rest.
     with pytest.raises(PatchError, match=r"^ledger_target\.Model: the engine's hook registry did not apply our hook"):

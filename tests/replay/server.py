@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from sglang_dsv4_graphs.extend import hookimpl
 
@@ -21,6 +24,8 @@ CHUNK = 256
 # Caps as a user sets them; no bucket is above the chunk.
 SMALL = {"SGLANG_DSV4_FULL_LAYER_GRAPH_MAX_TOKENS": "256", "SGLANG_DSV4_DECODER_REPLAY_GRAPH_MAX_ROWS": "256"}
 FULL_LAYER_CAP, DECODER_REPLAY_CAP = SMALL
+# Packages whose modules may have a function of the engine by name.
+IMPORT_THE_ENGINE = ("sglang", "sglang_dsv4_graphs", "tests")
 
 
 class LogLines(logging.Handler):
@@ -82,15 +87,20 @@ class Server:
         held = [b.tensor() for b in (*bank.guard._buffers, *bank.guard._weights)]
         return [t for t in held if t is not None]
 
-    def state(self) -> tuple[Any, dict[str, Any]]:
-        """Everything that steps change."""
-        return self.runner.state(), {name: t.clone() for name, t in self.kept().items()}
+    def kept_now(self) -> dict[str, Any]:
+        """Clones of ``kept``."""
+        return {name: t.clone() for name, t in self.kept().items()}
 
-    def load_state(self, state: tuple[Any, dict[str, Any]]) -> None:
+    def state(self) -> tuple[Any, Any]:
+        """Everything that steps change."""
+        hasher = self.model.engram_hasher
+        return self.runner.state(), None if hasher is None else hasher.history.clone()
+
+    def load_state(self, state: tuple[Any, Any]) -> None:
         """Go back to ``state``."""
         self.runner.load_state(state[0])
-        for name, tensor in self.kept().items():
-            tensor.copy_(state[1][name])
+        if state[1] is not None:
+            self.model.engram_hasher.history.copy_(state[1])
 
     @contextmanager
     def plugin_off(self) -> Iterator[None]:
@@ -127,6 +137,20 @@ def store_breaks(installation: Any, **options: Any) -> Any:
     """A tape on a server whose K stores cannot be captured, as with a request window."""
     installation.runtime.engine.stores_in_graph = lambda backend: False
     return tape_backend(installation, **options)
+
+
+@contextmanager
+def patches_where_the_engine_is() -> Iterator[None]:
+    """Let the engine's registry look for importers of a function that it patches in few modules.
+
+    It looks through every module of the process for each of some twenty functions, and most are torch's and others'
+    that import nothing of the engine. tests/hooks installs with the registry as it is, and checks that.
+    """
+    from sglang.srt.plugins import hook_registry
+
+    modules = {name: m for name, m in sys.modules.items() if name.partition(".")[0] in IMPORT_THE_ENGINE}
+    with patch.object(hook_registry, "sys", SimpleNamespace(modules=modules)):
+        yield
 
 
 @cache
@@ -171,7 +195,8 @@ def serving(
     level = logger.level
     logger.addHandler(log)
     logger.setLevel(logging.DEBUG)
-    installation = install(Settings.read(environ), third_parties=False)
+    with patches_where_the_engine_is():
+        installation = install(Settings.read(environ), third_parties=False)
     assert installation is not None, log.lines
     try:
         installation.manager.register(BackendSupply(make_backend(installation)))

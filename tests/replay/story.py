@@ -52,7 +52,7 @@ class Story:
         before = server.state()
         with server.plugin_off():
             eager = runner.forward(batch)
-        eager_kept = server.state()[1]
+        eager_kept = server.kept_now()
         server.load_state(before)
         self.judge.take()
         step, replays, fallbacks = server.new_counts(lambda: runner.forward(batch))

@@ -28,12 +28,21 @@ STORIES: list[list[Step]] = [
 ]
 
 
-@pytest.fixture
-def server(servers: Servers, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Server:
-    """One server per placement of Engram layers."""
+# Of the module's scope, so that pytest runs all tests of one placement in a row and they share its server.
+@pytest.fixture(scope="module")
+def placement(request: pytest.FixtureRequest) -> tuple[int, ...]:
     layers: tuple[int, ...] = request.param
-    with_engram(monkeypatch, layers)
-    return servers.shared(f"engram {layers}", SMALL, prepare=filled, make_backend=poisoning)
+    return layers
+
+
+@pytest.fixture
+def server(servers: Servers, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Server:
+    """One server per placement of Engram layers."""
+    with_engram(monkeypatch, placement)
+    server = servers.shared(f"engram {placement}", SMALL, prepare=filled, make_backend=poisoning)
+    if not hasattr(server, "history_of_startup"):
+        server.history_of_startup = live_history(server).clone()  # type: ignore[attr-defined]
+    return server
 
 
 def filled(runner: Any) -> None:
@@ -49,15 +58,14 @@ def live_history(server: Server) -> Any:
     return hasher.history[: hasher.pad_row]
 
 
-placements = pytest.mark.parametrize("server", [BEFORE_THE_TAIL, ACROSS, IN_THE_TAIL], indirect=True)
+placements = pytest.mark.parametrize("placement", [BEFORE_THE_TAIL, ACROSS, IN_THE_TAIL], indirect=True)
 
 
 @placements
 def test_startup_leaves_no_history_that_a_request_could_see(server: Server) -> None:
     assert server.log.having("capture-failed") == []
     assert (server.bank(FULL_LAYER).buckets, server.bank(DECODER_REPLAY).buckets) == ((64, 128, 256), (128, 256))
-    # The fixture's server has served nothing yet: this test comes first of each placement.
-    assert (live_history(server) == 77).all()
+    assert (server.history_of_startup == 77).all()  # type: ignore[attr-defined]
 
 
 @placements

@@ -67,7 +67,7 @@ def step(server: Server, graph: Any, story: Story, of: Step) -> tuple[dict[Any, 
     before = server.state()
     with server.plugin_off():
         eager = server.runner.forward(batch)
-    eager_kept = server.state()[1]
+    eager_kept = server.kept_now()
     server.load_state(before)
     (hidden, pre_head), replays, fallbacks = replay(server, graph, batch)
     assert hidden.shape == eager.tail.shape

@@ -2,66 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import time
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fresh import in_fresh_processes
+from tests.replay import two_ranks
 from tests.replay.server import DECODER_REPLAY, FULL_LAYER
-from tests.replay.two_ranks import SCENARIOS
 
 pytestmark = pytest.mark.engine
 
-TIMEOUT_S = 400
 Found = list[dict[str, Any]]
 
 
-def run_two(folder: Path) -> list[dict[str, dict[str, Any]]]:
-    """Run every scenario in two processes; what each rank saw, by scenario."""
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, dict[str, Any]]]:
+    """What each of two ranks saw in every scenario."""
     from sglang_dsv4_graphs.cpu_engine.process import free_port
 
-    port = str(free_port())
-    files = [folder / f"rank{rank}" for rank in range(2)]
-    with (folder / "output").open("w") as output:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.replay.two_ranks", str(rank), port, str(files[rank])],
-                cwd=Path(__file__).parents[2],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            )
-            for rank in range(2)
-        ]
-        deadline = time.monotonic() + TIMEOUT_S
-        try:
-            for process in ranks:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(1.0, deadline - time.monotonic()))
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    tail = (folder / "output").read_text()[-3000:]
-    for rank, by_scenario in enumerate(found):
-        for scenario in SCENARIOS:
+    port = free_port()
+    ended = in_fresh_processes(two_ranks.run, [(0, port), (1, port)])
+    for rank, finished in enumerate(ended):
+        for scenario in two_ranks.SCENARIOS:
             name = scenario.__name__
-            assert name in by_scenario, f"rank {rank} did not come to the end of {name}:\n{tail}"
-            assert "error" not in by_scenario[name], f"rank {rank}, {name}:\n{by_scenario[name]['error']}"
-    return found
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_two(tmp_path_factory.mktemp("ranks"))
+            assert name in finished.value, f"rank {rank} did not come to {name}:\n{finished.output[-3000:]}"
+            assert "error" not in finished.value[name], f"rank {rank}, {name}:\n{finished.value[name]['error']}"
+    return [finished.value for finished in ended]
 
 
 def of(found: list[dict[str, dict[str, Any]]], scenario: str) -> Found:

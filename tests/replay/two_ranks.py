@@ -6,15 +6,11 @@ the world that the first one joined.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -200,9 +196,8 @@ def small_trials(clock: Clock) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """``python -m tests.replay.two_ranks RANK PORT FILE``: what this rank saw in every scenario, as JSON, into FILE."""
-    rank, port, file = sys.argv[1:]
+def run(rank: int, port: int) -> dict[str, Any]:
+    """In a fresh process, beside the other rank's: what this rank saw in every scenario."""
     from torch import distributed
 
     from sglang_dsv4_graphs.bank import ranks
@@ -210,23 +205,17 @@ def main() -> None:
 
     ranks.WAIT = timedelta(seconds=WAIT_S)  # read when a group is made
     found: dict[str, Any] = {}
-    up = partial(serving, world=World(int(rank), 2, int(port)))
+    up = partial(serving, world=World(rank, 2, port))
     for scenario in SCENARIOS:
+        print(f"rank {rank}: {scenario.__name__}", flush=True)  # where a rank hangs that is ended
         try:
-            found[scenario.__name__] = scenario(int(rank), up)
+            found[scenario.__name__] = scenario(rank, up)
         except BaseException:
             # The other rank may wait for this one: what comes after proves nothing.
             found[scenario.__name__] = {"error": traceback.format_exc()}
             break
-        finally:
-            Path(file).write_text(json.dumps(found))
     # A rank that ends takes its connections with it, and the other may still read its last message. Nothing of the
-    # interpreter's end is waited for either: its order is not the same on both.
+    # interpreter's end is waited for either, as a fresh process ends without it: its order is not the same on both.
     with suppress(RuntimeError):
         distributed.monitored_barrier(timeout=timedelta(seconds=WAIT_S))
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    return found
