@@ -4,7 +4,7 @@ Under decoder SWA bounded replay the layers from ``late_layer_start`` on run ove
 only. The engine's loop writes the source KV of every row, switches the attention backend to the tail and narrows
 the state before it reaches these layers; the bank then runs them on the tail's rows. Engine 0.5.23 has graphs of
 its own for them, captured inside the first requests; with this bank they are never captured, because ours serve
-the step from the first request on (docs/performance.md compares both).
+the step from the first request on (compared in docs/performance.md).
 """
 
 from __future__ import annotations
