@@ -49,6 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--compare", default="cold,batches", metavar="LIST", help="--decode: cases whose tokens are compared"
     )
+    what.add_argument(
+        "--repeats", type=_positive, default=2, metavar="N", help="--decode: answers of each kind (default 2; 4 judge)"
+    )
     what.add_argument("--profile", action="store_true", help="--toggle: host profile of small replayed steps")
     server = parser.add_argument_group("servers")
     server.add_argument("--gpu", action="store_true", help="never take the part without a GPU, also if torch sees none")
@@ -122,6 +125,8 @@ def _plan(options: argparse.Namespace, model: str) -> Any:
         busy=tuple(cases.parse_lengths(options.busy, "--busy")) if asks and options.busy != "none" else (),
         lengths=tuple(cases.parse_lengths(options.lengths, "--lengths")),
         decode=options.decode,
+        # A kind that answers once has nothing of its own to be compared with.
+        repeats=max(2, options.repeats),
         compare=tuple(cases.parse_groups(options.compare)),
         load=throughput.Load() if options.throughput else None,
         profile=options.profile,

@@ -58,6 +58,7 @@ class Plan:
     busy: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     decode: int = 0
+    repeats: int = 2
     compare: tuple[str, ...] = ()
     load: throughput.Load | None = None
     profile: bool = False
@@ -118,6 +119,7 @@ class Bench:
             busy=list(plan.busy),
             lengths=list(plan.lengths),
             decode=plan.decode,
+            repeats=plan.repeats,
             compare=list(plan.compare),
             agent=agent,
             profile=str(plan.out / f"profile-{number}.txt") if plan.profile else None,

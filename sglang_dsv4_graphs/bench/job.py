@@ -17,7 +17,8 @@ class Job:
 
     ``modes`` says what it does with its server; ``groups`` which cases it asks, ``requests`` how often each, ``busy``
     at which prompt lengths the GPU's own time is taken. ``warm`` is the length of an unmeasured first prompt (0: none).
-    ``agent`` is the socket of the plugin's agent. ``decode``: tokens compared after each of ``compare``'s cases.
+    ``agent`` is the socket of the plugin's agent. ``decode``: tokens compared after each of ``compare``'s cases,
+    ``repeats`` answers of each kind.
     """
 
     variant: str
@@ -31,6 +32,7 @@ class Job:
     busy: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     decode: int = 0
+    repeats: int = 2
     compare: list[str] = field(default_factory=list)
     agent: str | None = None
     profile: str | None = None

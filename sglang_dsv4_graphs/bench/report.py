@@ -81,6 +81,7 @@ def breakdown_table(row: Result) -> str:
 def decode_table(rows: Sequence[Result]) -> str:
     """Decoded tokens: replayed against eager, eager against itself."""
     titles = ["decoded after", "tokens", "replayed = eager", "eager = itself", "log-prob. differs by", "eager's own"]
+    titles += ["chance"]
     lines = [
         [
             r["case"],
@@ -89,6 +90,8 @@ def decode_table(rows: Sequence[Result]) -> str:
             str(r["eager equals itself"]),
             _number(r["replayed equals eager" + DISTANCE], 5),
             _number(r["eager equals itself" + DISTANCE], 5),
+            # Of files before there was one, none.
+            _number(min(r.get("chance", {"": None}).values()), 3),
         ]
         for r in rows
     ]

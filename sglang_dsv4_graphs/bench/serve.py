@@ -15,7 +15,7 @@ from sglang_dsv4_graphs.bench.breakdown import reduce_steps
 from sglang_dsv4_graphs.bench.busy import gpu_busy_ms
 from sglang_dsv4_graphs.bench.cases import PREFIX, Case, cases_of, prefix_prompt, tokens
 from sglang_dsv4_graphs.bench.compare import compared
-from sglang_dsv4_graphs.bench.engine import EngineServer
+from sglang_dsv4_graphs.bench.engine import Answer, EngineServer
 from sglang_dsv4_graphs.bench.job import CHECKS, Job
 from sglang_dsv4_graphs.bench.memory import used_gib
 from sglang_dsv4_graphs.bench.orders import Agents
@@ -154,23 +154,22 @@ def _row(case: Case) -> dict[str, Any]:
 
 
 def compare_tokens(session: Session, case: Case) -> dict[str, Any]:
-    """Tokens decoded after the same prompts: eager, replayed, and each again (kernels differ from run to run)."""
-    answers = {}
-    runs = (("eager", "off"), ("replayed", "on"), ("eager again", "off"), ("replayed again", "on"))
-    for key, mode in runs:
-        session.order(mode)
+    """Tokens decoded after the same prompts, eager and replayed in turn, several times each."""
+    answers: dict[str, list[Answer]] = {"on": [], "off": []}
+    for _, mode in _alternating(session.job.repeats):
         # Each run prefills: a cached prompt would compare what the run before wrote.
         session.server.flush()
         if case.prefix:
             session.order("off")
             session.server.ask([prefix_prompt(case.prefix)])
-            session.order(mode)
-        answers[key] = session.server.ask(case.prompts("decode"), session.job.decode, top=5)
-    row = {"case": case.name} | compared({key: (answer.tokens, answer.top) for key, answer in answers.items()})
+        session.order(mode)
+        answers[mode].append(session.server.ask(case.prompts("decode"), session.job.decode, top=5))
+    eager, replayed = ([(answer.tokens, answer.top) for answer in answers[mode]] for mode in ("off", "on"))
+    row = {"case": case.name} | compared(eager, replayed)
     # Equal tokens show nothing of a prefill that a cache answered.
-    row["cached"] = {key: answer.cached for key, answer in answers.items()}
+    row["cached"] = {name: [a.cached for a in answers[mode]] for name, mode in (("eager", "off"), ("replayed", "on"))}
     equal, own = row["replayed equals eager"], row["eager equals itself"]
-    say(f"{case.name}: {equal} of {row['tokens']} tokens equal, eager with itself {own}")
+    say(f"{case.name}: {equal} of {row['tokens']} tokens equal, eager with itself {own}, chance {row['chance']}")
     return row
 
 

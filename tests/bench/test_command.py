@@ -149,8 +149,10 @@ def test_toggle_compares_within_one_process(site: Path, tmp_path: Path) -> None:
     assert row["replayed equals itself"] == 10
     assert row["replayed equals eager, log-probabilities differ by"] == 0.25
     assert row["eager equals itself, log-probabilities differ by"] == 0.0
-    assert len(row["eager top"][0]) == 2
-    assert row["cached"] == {run: [0, 0] for run in ("eager", "replayed", "eager again", "replayed again")}
+    assert len(row["eager top"]) == len(row["replayed top"]) == 2
+    assert row["cached"] == {kind: [[0, 0]] * 2 for kind in ("eager", "replayed")}
+    # Two answers of each kind, all equal within their kind and apart from the other: 2 of 6 ways to deal them.
+    assert row["chance"] == {"tokens": 0.3333, "log-probabilities": 0.3333}
     assert "run_loop" in (tmp_path / "profile-1.txt").read_text()
     for which in ("first", "later"):
         # Of one whole request, and the way in of the one in whose forward it ended.

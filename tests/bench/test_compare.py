@@ -1,0 +1,47 @@
+"""Answers held against each other: equal ones, noisy ones of one kind, and two kinds that differ."""
+
+from __future__ import annotations
+
+import random
+
+from sglang_dsv4_graphs.bench.compare import DISTANCE, Run, compared, top_distance
+
+
+def run(first: float, *tokens: int) -> Run:
+    return [list(tokens)], [[[first, 7], [-9.0, 8]]]
+
+
+def test_equal_answers_are_no_distance_apart() -> None:
+    same = [run(-1.0, 1, 2, 3)] * 3
+    row = compared(same, same)
+    assert (row["tokens"], row["replayed equals eager"], row["eager equals itself"]) == (3, 3, 3)
+    assert row["replayed equals eager" + DISTANCE] == 0.0
+    assert row["chance"] == {"tokens": 1.0, "log-probabilities": 1.0}
+
+
+def test_two_kinds_that_differ_are_found_however_little() -> None:
+    row = compared([run(-1.0, 1, 2, 3)] * 4, [run(-1.001, 1, 2, 4)] * 4)
+    assert (row["replayed equals eager"], row["replayed equals itself"]) == (2, 3)
+    assert row["replayed equals eager" + DISTANCE] == 0.001
+    # Of 70 ways to deal eight answers, this one and its mirror.
+    assert row["chance"] == {"tokens": round(2 / 70, 4), "log-probabilities": round(2 / 70, 4)}
+
+
+def test_noise_of_one_kind_is_no_difference() -> None:
+    draw = random.Random(3)
+    rows = []
+    for _ in range(40):
+        answers = [run(-1 + draw.random(), *(draw.randrange(4) for _ in range(8))) for _ in range(8)]
+        rows.append(compared(answers[:4], answers[4:])["chance"])
+    for key in ("tokens", "log-probabilities"):
+        small = sum(row[key] <= 0.05 for row in rows)
+        assert small <= 6, f"{small} of 40 by chance"
+        assert sum(row[key] > 0.4 for row in rows) >= 12
+
+
+def test_answers_without_a_common_token_are_far_apart() -> None:
+    assert top_distance([[[-1.0, 1]]], [[[-1.0, 2]]]) is None
+    eager, other = [run(-1.0, 1)] * 4, [([[1]], [[[-1.0, 1], [-2.0, 2]]])] * 4
+    row = compared(eager, other)
+    assert row["replayed equals eager" + DISTANCE] is None
+    assert row["chance"] == {"tokens": 1.0, "log-probabilities": round(2 / 70, 4)}
