@@ -155,8 +155,8 @@ class Bank:
     def drop(self, bucket: int) -> None:
         """Forget one bucket's graph; its steps run eagerly from now on."""
         self._captured.pop(bucket, None)
-        self._backend.settle()
         self._buckets = tuple(sorted(self._captured))
+        self._backend.settle()
 
     def retire(self, reason: str) -> None:
         """Drop every graph for good, and free what the bank owns for them; waits for a replay in flight.
@@ -168,10 +168,10 @@ class Bank:
         if self._captured:
             self._synchronize()
         self._captured.clear()
-        self._backend.settle()
         self._statics = StaticRows(0)
         self._counts = self._slots = None
         self._query_pad = QueryPad()
+        self._backend.settle()
 
     def capture(self, bucket: int, live: RangeInputs, batch: Any, metadata: Any) -> CaptureStats:
         """Record ``bucket``'s graph from a dummy step of exactly ``bucket`` rows.

@@ -17,6 +17,7 @@ from sglang_dsv4_graphs.bank.backend import CaptureError, GraphBackend, Recordin
 from sglang_dsv4_graphs.bank.ranks import Ranks, brief
 from sglang_dsv4_graphs.bank.workspace import hold_workspace
 from sglang_dsv4_graphs.engine.api import Engine
+from sglang_dsv4_graphs.log import logger
 
 Body = Callable[[], list[torch.Tensor | None]]
 
@@ -89,7 +90,15 @@ class CudaGraphBackend(GraphBackend):
         )
 
     def settle(self) -> None:
-        hold_workspace(self._stream)
+        """Take the stream's workspace again.
+
+        A failure is no reason to end a step: what graphs use stays mapped where it was, in a pool that nobody else
+        takes from, and the next capture takes the workspace again or fails as a capture.
+        """
+        try:
+            hold_workspace(self._stream)
+        except Exception:
+            logger.warning("the capture stream's workspace could not be taken again", exc_info=True)
 
     def record(self, body: Body, *, warmups: int = 2) -> Recording:
         engine = self._engine

@@ -15,7 +15,7 @@ from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
 from sglang_dsv4_graphs.bank.decide import OTHER_ROWS
 from sglang_dsv4_graphs.bank.engine_tail import open_engine_tail
-from sglang_dsv4_graphs.bank.engram import staged_by_scheduler
+from sglang_dsv4_graphs.bank.engram import has_engram, staged_by_scheduler
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.range_bank import RangeBank
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
@@ -64,7 +64,11 @@ class DecoderReplayBank(RangeBank):
         bucket = self.usable_bucket(step.served, bank, tail.positions.shape[0])
         if bucket is not None:
             return self.takeover(step, bank, bucket)
-        return Takeover.of_nothing(**_ENGINE_TAIL_OFF) if bank.buckets else None
+        model = step.served.model
+        # The engine's graphs serve where ours never will, unless they cannot: they take no Engram.
+        if bank.buckets or has_engram(model, model.late_layer_start, model.end_layer):
+            return Takeover.of_nothing(**_ENGINE_TAIL_OFF)
+        return None
 
     def leave(self, step: Step, bank: Bank, outputs: RangeOutputs) -> Any:
         if step.capture_dspark:

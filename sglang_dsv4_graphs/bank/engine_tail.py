@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 def open_engine_tail(startup: Startup) -> None:
     """Tell the engine's tail runner that a full chunk has run: its break in prefill graphs then calls us."""
-    tail = getattr(startup.served.model, "decoder_replay_tail", None)
-    if tail is not None:
+    model = startup.served.model
+    tail = getattr(model, "decoder_replay_tail", None)
+    # The engine's tail runs no Engram: it asserts that there is none.
+    if tail is not None and not has_engram(model, model.late_layer_start, model.end_layer):
         tail.runner.ready(startup.largest_step)
 
 

@@ -24,6 +24,7 @@ from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.views import Takeover, step_view
 from sglang_dsv4_graphs.engine import Engine
+from sglang_dsv4_graphs.engine.facts import TAIL_ROWS_PER_REQUEST
 from sglang_dsv4_graphs.log import RankLog
 from sglang_dsv4_graphs.settings import Settings
 
@@ -112,7 +113,7 @@ class ServedModel:
         parallel = self.engine.get_parallel()
         return (
             self.stand_down is None
-            and self.settings.decoder_replay_max_rows > 0
+            and self.settings.decoder_replay_max_rows >= TAIL_ROWS_PER_REQUEST
             and parallel.attn_dp_size == 1
             and parallel.attn_cp_size == 1
         )

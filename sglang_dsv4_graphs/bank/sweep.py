@@ -241,7 +241,8 @@ class Startup:
             bank.retire(reason)
         self.banks.clear()
         self._guards.clear()
-        self.device.release()
+        # A graph that an error's frames still held goes only now.
+        self.release()
 
     def summary(self) -> None:
         """One line for everything that was captured; seconds count growing too.

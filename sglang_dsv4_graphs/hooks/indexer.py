@@ -37,7 +37,7 @@ class IndexerBreaks:
     def around_publish(self, original: Call, backend: Any, inputs: Any) -> Any:
         """AROUND ``DenseBlocksBackend.publish_prefill``."""
         # Ratio 1: later index layers may be of any ratio, and all of them must come to the same answer here.
-        if not self._select_all(backend, inputs, 1):
+        if not self._select_all(backend, inputs, 1, _candidates(backend)):
             return original(backend, inputs)
         lens = visible_lengths(self._shared, inputs.positions, inputs.compress_ratio)
         widest = max((s // inputs.compress_ratio for s in inputs.seq_lens_cpu), default=0)
@@ -46,7 +46,7 @@ class IndexerBreaks:
 
     def around_consume(self, original: Call, backend: Any, inputs: Any, published: Any) -> Any:
         """AROUND ``DenseBlocksBackend.consume_prefill``."""
-        if not self._select_all(backend, inputs, 1):
+        if not self._select_all(backend, inputs, 1, _candidates(backend)):
             return original(backend, inputs, published)
         return None
 
@@ -63,12 +63,13 @@ class IndexerBreaks:
 
         return requests(shared, self._engine_scheme(), inputs, pool, layout, slots_of)
 
-    def _select_all(self, backend: Any, inputs: Any, strictest_ratio: int) -> bool:
-        """Write the selection if no request sees more than the layer selects; whether it did."""
+    def _select_all(self, backend: Any, inputs: Any, strictest_ratio: int, most: int | None = None) -> bool:
+        """Write the selection if no request sees more than the layer selects (and ``most``); whether it did."""
         shared = self._engine.step_shared
         if shared is None or backend.use_deep_gemm_prefill:
             return False
         topk = min(inputs.indexer.index_topk, inputs.out_raw_indices.shape[1])
+        topk = topk if most is None else min(topk, most)
         strict = _layout(inputs, strictest_ratio)
         layout = _layout(inputs, inputs.compress_ratio)
         if layout is None or strict is None or not selects_everything(strict, topk):
@@ -99,6 +100,11 @@ class IndexerBreaks:
                 engine.RequestScores, engine.ChunkScores, int(engine.score_budget), engine.release != "0.5.22"
             )
         return self._scheme
+
+
+def _candidates(backend: Any) -> int:
+    """Positions that a candidate source's blocks hold: a consumer selects among no others."""
+    return int(backend.topk_blocks) * int(backend.block_size)
 
 
 def _layout(inputs: Any, ratio: int) -> list[RequestRows] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from sglang_dsv4_graphs.bank.engram import has_engram
 from sglang_dsv4_graphs.bank.served import ServedModel
 
 # Above any shape: passes the engine's own minimum.
@@ -40,8 +41,12 @@ class PrefillGraphTail:
         Asked while the engine captures, before our own startup: a server that stands down later keeps the break
         and the engine's graphs in it.
         """
-        served = self._served_of(tail_layers._model)
+        model = tail_layers._model
+        served = self._served_of(model)
         if served is None or not served.may_replay_tails:
+            return original(tail_layers, tail, num_tokens=num_tokens)
+        if has_engram(model, model.late_layer_start, model.end_layer):
+            # The engine's break runs no Engram: it asserts that there is none.
             return original(tail_layers, tail, num_tokens=num_tokens)
         return original(tail_layers, tail, num_tokens=_ANY_SHAPE)
 

@@ -311,6 +311,22 @@ def test_what_graphs_shared_is_made_whole_once_they_are_gone(
     assert left == [(None, 1), (None, 0)]
 
 
+def test_a_bank_is_free_of_what_went_before_the_rest_is_made_whole(
+    make_bank: MakeBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(backend: TapeBackend) -> None:
+        raise RuntimeError("no memory")
+
+    bank = captured(make_bank())
+    monkeypatch.setattr(TapeBackend, "settle", settle)
+    with pytest.raises(RuntimeError):
+        bank.drop(8)
+    assert bank.bucket_for(8) is None
+    with pytest.raises(RuntimeError):
+        bank.retire("moved")
+    assert (bank.owned_tensors(), bank.static_bytes) == ([], 0)
+
+
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_retiring_waits_and_frees_everything_the_bank_owns(make_bank: MakeBank, in_graph: bool) -> None:
     graphs_at_wait: list[int] = []

@@ -146,6 +146,20 @@ def test_the_stream_has_its_workspace_before_a_capture_and_after_graphs_went() -
     assert HELD == ["stream", "stream"]
 
 
+def test_a_workspace_that_cannot_be_taken_again_ends_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    """A bank is retired inside a step; a capture, which may fail, still says so."""
+
+    def hold(stream: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with no_gpu(), patch.object(cuda, "hold_workspace", hold):
+        backend = CudaGraphBackend(Engine(), pool="pool", stream="stream", ranks=Ranks(0, 1))  # type: ignore[arg-type]
+        backend.settle()
+        assert "workspace could not be taken again" in caplog.text
+        with pytest.raises(CaptureError, match="no room"):
+            backend.record(list, warmups=0)
+
+
 @pytest.mark.parametrize("at", PLACES)
 def test_the_reason_is_what_the_body_raised(at: str) -> None:
     """Closing a capture in whose break something failed raises an empty assertion over it."""

@@ -320,3 +320,11 @@ def test_late_layers_of_a_prefill_graph_step(world: World, multimodal: bool, rec
     batch = SimpleNamespace(contains_mm_inputs=lambda: multimodal)
     world.engine.recording_experts = recording
     assert world.served.reason_inside_prefill_graph(batch, 3) == reason
+
+
+@pytest.mark.parametrize(("rows", "may"), [(0, False), (127, False), (128, True)])
+def test_a_cap_below_the_smallest_bucket_replays_no_tail(rows: int, may: bool) -> None:
+    """No shape of the engine's prefill graph may break out for a bank that will have no graph."""
+    world = World(late=True, decoder_replay_max_rows=rows)
+    world.engine.get_parallel = lambda: SimpleNamespace(attn_dp_size=1, attn_cp_size=1)  # type: ignore[attr-defined]
+    assert world.served.may_replay_tails is may

@@ -471,6 +471,16 @@ def test_ranks_stop_alike_where_one_has_no_room(lines: Callable[[], list[str]]) 
     assert "rank 1 has 0.10 GiB free, a capture of 8 rows takes 0.25" in line
 
 
+def test_what_went_with_the_last_collection_is_settled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken-off capture's graph lives in its error's frames until garbage is collected."""
+    s = Sweep(World())
+    s.captured()
+    at: list[int] = []
+    monkeypatch.setattr(TapeBackend, "settle", lambda self: at.append(s.device.releases))
+    s.startup.abandon("startup failed: no room")
+    assert at[-1] == s.device.releases
+
+
 def test_a_rank_that_failed_leaves_no_graph_and_no_step_path() -> None:
     s = Sweep(World())
     bank = s.captured()

@@ -190,6 +190,14 @@ def test_publishes_the_same_blocks(engine, patched, step):
     assert torch.equal(found.blocks.sort(dim=1).values, expected.blocks.sort(dim=1).values)
 
 
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_fewer_candidates_than_the_selection_holds(engine, patched, step, monkeypatch):
+    """Blocks of 8 positions, where a layer could select 16: a short context is not all selected then."""
+    monkeypatch.setattr(f"{__name__}.BLOCKS", 2)
+    test_selects_what_the_engine_selects(engine, patched, step, True)
+    test_publishes_the_same_blocks(engine, patched, step)
+
+
 def test_asks_the_device_nothing(engine, patched, monkeypatch):
     """Every way to read a number of the device is closed while the selection is made."""
     layers = Layers(engine)

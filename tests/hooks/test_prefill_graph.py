@@ -26,11 +26,11 @@ class TailBank:
 
 
 class TailLayers:
-    """The engine's tail of one model."""
+    """The engine's tail of one model: layers 1 and 2."""
 
-    _model = "model"
-
-    def __init__(self) -> None:
+    def __init__(self, *, engram: bool = False) -> None:
+        layers = [SimpleNamespace(engram="engram"), SimpleNamespace(), SimpleNamespace(engram=engram or None)]
+        self._model = SimpleNamespace(late_layer_start=1, end_layer=3, layers=layers)
         self.eager: list[dict[str, Any]] = []
 
     def _run_layers_eagerly(self, **kwargs: Any) -> str:
@@ -44,7 +44,7 @@ def served(*, may: bool = True, ready: bool = True) -> Any:
 
 def make(of: Any, bank: TailBank | None = None) -> PrefillGraphTail:
     def served_of(model: Any) -> Any:
-        assert model == "model"
+        assert model.end_layer == 3
         return of
 
     return PrefillGraphTail(served_of, bank or TailBank())
@@ -72,6 +72,11 @@ def test_which_shapes_break_out(of: Any, tokens: int, out: bool) -> None:
 
 def test_whatever_else_the_engine_refuses_stays_refused() -> None:
     assert make(served()).around_breaks_out(needs_2048, TailLayers(), None, num_tokens=64) is False
+
+
+def test_an_engram_in_the_tail_stays_in_the_block() -> None:
+    """The engine's break asserts that there is none, at every size."""
+    assert make(served()).around_breaks_out(needs_2048, TailLayers(engram=True), "tail", num_tokens=64) is False
 
 
 KWARGS: dict[str, Any] = {

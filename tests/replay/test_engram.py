@@ -45,6 +45,25 @@ def server(servers: Servers, placement: tuple[int, ...], monkeypatch: pytest.Mon
     return server
 
 
+@pytest.mark.parametrize("retired", [False, True])
+def test_the_engines_tail_graphs_take_no_engram(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, retired: bool
+) -> None:
+    """They assert that there is none: with our bank retired, late layers run as in any eager step."""
+    with_engram(monkeypatch, IN_THE_TAIL)
+    server = servers.own(SMALL, prepare=filled)
+    tail = getattr(server.model, "decoder_replay_tail", None)
+    if tail is None:
+        pytest.skip("0.5.22 has no tail graphs")
+    assert not tail.runner.warm
+    tail.runner._warm = True
+    if retired:
+        server.bank(DECODER_REPLAY).retire("for once")
+    batch = Story(server, Judge.of(server)).batch({"a": 60})
+    _, replays, _ = server.new_counts(lambda: server.runner.forward(batch))
+    assert ((DECODER_REPLAY, 128) in replays) is not retired
+
+
 def filled(runner: Any) -> None:
     """Engram as loaded, with something in every request's history: a dummy step must not touch it."""
     fill_engram(runner)
