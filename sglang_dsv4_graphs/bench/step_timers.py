@@ -74,12 +74,13 @@ class StepTimers:
         return self._steps
 
     def overhead_us(self) -> float:
-        """What a timer costs around a call that does nothing, beyond the call: the best of some rounds."""
+        """What a timer costs around a call that does nothing, beyond the call, each at its best of some rounds."""
 
         def nothing() -> None: ...
 
         timed = Stopwatch().timed("empty", nothing)
-        return round(min(_seconds(timed) - _seconds(nothing) for _ in range(_EMPTY_ROUNDS)) / _EMPTY_CALLS * 1e6, 4)
+        with_timer, without = (min(_seconds(call) for _ in range(_EMPTY_ROUNDS)) for call in (timed, nothing))
+        return round((with_timer - without) / _EMPTY_CALLS * 1e6, 4)
 
     def _wrap(self, owner: Any, name: str, key: Hashable) -> None:
         self._patches.wrap(owner, name, lambda call: self._watch.timed(key, call))

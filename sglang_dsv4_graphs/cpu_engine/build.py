@@ -31,6 +31,7 @@ def build_runner(
     world: World | None = None,
     shape: ModelShape | None = None,
     device_counts: bool = False,
+    slots: int = 4096,
     **server_args: Any,
 ) -> CpuRunner:
     """Build the engine's model on this machine, ready for steps; about ten seconds, most of them imports.
@@ -45,6 +46,7 @@ def build_runner(
         world: this process's rank, in tests with several.
         shape: the model's shape, instead of ``layers``.
         device_counts: give every batch its count tensors (0.5.23).
+        slots: KV slots, for all tokens of all requests.
         server_args: more of the engine's ServerArgs, e.g. ``chunked_prefill_size``.
     """
     if shape is None:
@@ -81,6 +83,7 @@ def build_runner(
         bounded_replay=bounded_replay,
         world=world,
         device_counts=device_counts,
+        slots=slots,
     )
 
 

@@ -95,7 +95,7 @@ class CpuRunner:
         server_args: Any,
         bounded_replay: bool,
         world: World,
-        slots: int = 2048,
+        slots: int = 4096,
         requests: int = 16,
         device_counts: bool = False,
     ) -> None:

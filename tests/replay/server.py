@@ -20,6 +20,8 @@ from sglang_dsv4_graphs.extend import hookimpl
 
 FULL_LAYER, DECODER_REPLAY = "full-layer", "decoder-replay"
 # Captures and their first forward cost most of a server: few small graphs, and a chunk no larger than their largest.
+# Every comparison clones the pools, so they are no larger than the tests need.
+SLOTS = 2048
 CHUNK = 256
 # Caps as a user sets them; no bucket is above the chunk.
 SMALL = {"SGLANG_DSV4_FULL_LAYER_GRAPH_MAX_TOKENS": "256", "SGLANG_DSV4_DECODER_REPLAY_GRAPH_MAX_ROWS": "256"}
@@ -202,7 +204,9 @@ def serving(
         installation.manager.register(BackendSupply(make_backend(installation)))
         for extension in extensions:
             installation.manager.register(extension)
-        runner = build_runner(**{"chunked_prefill_size": CHUNK, "dtype": getattr(torch, dtype), **build})
+        runner = build_runner(
+            **{"chunked_prefill_size": CHUNK, "dtype": getattr(torch, dtype), "slots": SLOTS, **build}
+        )
         if prepare is not None:
             prepare(runner)
         server = Server(runner, installation, log)
