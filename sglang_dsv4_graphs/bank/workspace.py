@@ -15,8 +15,8 @@ import torch
 
 # Pools that hold a stream's workspace, by the stream's handle; for the life of the process.
 _POOLS: dict[int, Any] = {}
-# Whatever else a GEMM of this size allocates is smaller than a workspace.
-_SIDE, _LEAST_BYTES = 64, 1 << 20
+# The matrices are smaller than the smallest workspace that CUBLAS_WORKSPACE_CONFIG is documented with, 128 KiB.
+_SIDE, _LEAST_BYTES = 64, 64 << 10
 
 
 def hold_workspace(stream: torch.cuda.Stream) -> bool:
