@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--compare", default="cold,batches", metavar="LIST", help="--decode: cases whose tokens are compared"
     )
     what.add_argument(
-        "--repeats", type=_positive, default=2, metavar="N", help="--decode: answers of each kind (default 2; 4 judge)"
+        "--repeats", type=_several, metavar="N", help="--decode: answers of each kind (default 2; 4 judge)"
     )
     what.add_argument("--profile", action="store_true", help="--toggle: host profile of small replayed steps")
     server = parser.add_argument_group("servers")
@@ -71,6 +71,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def _several(text: str) -> int:
+    if _positive(text) < 2:
+        raise argparse.ArgumentTypeError("from 2 on: one answer has nothing of its own kind to be compared with")
     return int(text)
 
 
@@ -125,8 +131,7 @@ def _plan(options: argparse.Namespace, model: str) -> Any:
         busy=tuple(cases.parse_lengths(options.busy, "--busy")) if asks and options.busy != "none" else (),
         lengths=tuple(cases.parse_lengths(options.lengths, "--lengths")),
         decode=options.decode,
-        # A kind that answers once has nothing of its own to be compared with.
-        repeats=max(2, options.repeats),
+        repeats=options.repeats or 2,
         compare=tuple(cases.parse_groups(options.compare)),
         load=throughput.Load() if options.throughput else None,
         profile=options.profile,
@@ -139,6 +144,8 @@ def _refuse_ignored(options: argparse.Namespace, modes: tuple[str, ...]) -> None
         if getattr(options, option) and needs not in modes:
             asked = f"needs --{needs}" if needs != "measure" else f"does not go with --{modes[0]}"
             raise BenchError(f"--{option} {asked}")
+    if options.repeats and not options.decode:
+        raise BenchError("--repeats needs --decode")
     if options.model and not (Path(options.model) / "config.json").is_file():
         raise BenchError(f"--model {options.model}: no config.json there")
 

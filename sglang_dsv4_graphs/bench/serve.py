@@ -66,12 +66,15 @@ class Session:
         self.result["gib_after_startup"] = used_gib()
         if self.job.profile:
             profile_one(self, "first", beside(self.job.profile, "first"))
-        first = [self.server.ask([tokens(FIRST_TOKENS, ("first", i))]).ms for i in range(FIRST_REQUESTS)]
-        self.result["first_requests_ms"] = first
-        self.save()
-        say(f"up in {self.server.startup_s:.1f} s, first request {first[0]:.1f} ms")
+        times = [self.server.ask([tokens(FIRST_TOKENS, ("first", i))]).ms for i in range(FIRST_REQUESTS)]
         if self.job.profile:
+            # The first was profiled, which is no time of a first request, and these came after it.
             profile_one(self, "later", beside(self.job.profile, "later"))
+            say(f"up in {self.server.startup_s:.1f} s, first request profiled")
+        else:
+            self.result["first_requests_ms"] = times
+            say(f"up in {self.server.startup_s:.1f} s, first request {times[0]:.1f} ms")
+        self.save()
         self.warm("warm")
 
     def warm(self, seed: str) -> None:

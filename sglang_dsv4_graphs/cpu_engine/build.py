@@ -64,16 +64,9 @@ def build_runner(
     if hooks_first is not None:
         hooks_first()
     apply_substitutes()
-    from sglang.srt.models.deepseek_v4 import DeepseekV4Model
-
     if device_counts and not context_lends_counts():
         raise NotImplementedError("device_counts: this engine's routing takes no row count on a CPU")
-    with _default_dtype(dtype):
-        model = DeepseekV4Model(config)
-    for parameter in model.parameters():
-        # Some layers ask for bfloat16 by name. ``Module.to`` would convert the complex rope table too.
-        if parameter.dtype is torch.bfloat16:
-            parameter.data = parameter.data.to(dtype)
+    model = _new_model(config, dtype)
     init_weights(model, seed, world.rank)
     return CpuRunner(
         model=model.eval(),
@@ -85,6 +78,19 @@ def build_runner(
         device_counts=device_counts,
         slots=slots,
     )
+
+
+def _new_model(config: Any, dtype: torch.dtype) -> Any:
+    """The engine's model with every parameter in ``dtype``, its weights not set yet."""
+    from sglang.srt.models.deepseek_v4 import DeepseekV4Model
+
+    with _default_dtype(dtype):
+        model = DeepseekV4Model(config)
+    for parameter in model.parameters():
+        # Some layers ask for bfloat16 by name. ``Module.to`` would convert the complex rope table too.
+        if parameter.dtype is torch.bfloat16:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 @contextmanager

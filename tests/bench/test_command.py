@@ -159,6 +159,8 @@ def test_toggle_compares_within_one_process(site: Path, tmp_path: Path) -> None:
         (line,) = [x for x in (tmp_path / f"profile-1-{which}.txt").read_text().splitlines() if "(generate)" in x][:1]
         assert line.split()[0] == "2"
         assert process[f"profiled_{which}_ms"] > 0
+    # A profiled request is no time of a first one.
+    assert "first_requests_ms" not in process
 
 
 def test_breakdown_adds_up_to_the_client_s_time(site: Path, tmp_path: Path) -> None:
@@ -251,6 +253,7 @@ def test_throughput_says_what_the_server_said(site: Path, tmp_path: Path) -> Non
         (["--variants", "fast"], "fast is no variant; there are eager, prefill-graph, plugin, plugin+prefill-graph"),
         (["--decode", "4"], "--decode needs --toggle"),
         (["--profile"], "--profile needs --toggle"),
+        (["--toggle", "--repeats", "3"], "--repeats needs --decode"),
         (["--toggle", "--throughput"], "--throughput does not go with --toggle"),
         (["--engine-args", "[]"], "--engine-args '[]': give an object"),
         (["--engine-args", "{"], "--engine-args '{' is not JSON"),
