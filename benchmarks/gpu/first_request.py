@@ -5,7 +5,8 @@
 One server process per model and choice (plugin on, off), started as anybody starts it: the engine's own warm-up of
 three tokens is on, and a request is sent as soon as the server says that it is ready. Times are of one HTTP request of
 128 tokens for one new token. The engine alone loads kernels and captures its tail graphs (behind the first full chunk)
-while it serves; with the plugin nothing is left to capture. Needs the engine, one GPU, and the plugin installed.
+while it serves; with the plugin nothing is left to capture. Requests behind a pause follow, which tell what idling costs
+a server that has served already. Needs the engine, one GPU, and the plugin installed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sglang_dsv4_graphs.cpu_engine.process import free_port
 
 READY = "The server is fired up and ready to roll"
 TOKENS, REQUESTS, WITHIN = 128, 12, 1.5
+PAUSES_S = (1, 1, 5, 5)
 
 
 def ask(port: int, prompt: list[int]) -> float:
@@ -43,6 +45,12 @@ def ask(port: int, prompt: list[int]) -> float:
     return round((time.perf_counter() - start) * 1e3, 2)
 
 
+def ask_behind(pause_s: float, port: int, prompt: list[int]) -> float:
+    """Milliseconds of one request after a pause of so many seconds."""
+    time.sleep(pause_s)
+    return ask(port, prompt)
+
+
 def measure(model: Path, variant: Variant, log: Path, limit_s: float) -> dict[str, Any]:
     port = free_port()
     served = engine_arguments(str(model), **variant.engine_args) | {"host": "127.0.0.1", "port": port}
@@ -55,10 +63,11 @@ def measure(model: Path, variant: Variant, log: Path, limit_s: float) -> dict[st
             time.sleep(0.05)
         up = time.monotonic() - start
         times = [ask(port, tokens(TOKENS, ("first", i))) for i in range(REQUESTS)]
+        paused = [ask_behind(pause, port, tokens(TOKENS, ("paused", i))) for i, pause in enumerate(PAUSES_S)]
     finally:
         server.end()
     median = statistics.median(times[1:])
-    row = {"model": model.name, "variant": variant.name, "up_s": round(up, 1), "ms": times}
+    row = {"model": model.name, "variant": variant.name, "up_s": round(up, 1), "ms": times, "ms_behind_pauses": paused}
     return row | {"first": times[0], "median_of_the_others": median, "ratio": round(times[0] / median, 2)}
 
 
