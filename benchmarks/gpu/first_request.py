@@ -5,19 +5,19 @@
 One server process per model and choice (plugin on, off), started as anybody starts it: the engine's own warm-up of
 three tokens is on, and a request is sent as soon as the server says that it is ready. Times are of one HTTP request of
 128 tokens for one new token. The engine alone loads kernels and captures its tail graphs (behind the first full chunk)
-while it serves; with the plugin nothing is left to capture. Requests behind a pause follow, which tell what idling costs
-a server that has served already. Needs the engine, one GPU, and the plugin installed.
+while it serves; with the plugin nothing is left to capture. Requests behind a pause follow: what idling costs a server
+that has served already. Needs the engine, one GPU, and the plugin installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import statistics
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,28 @@ TOKENS, REQUESTS, WITHIN = 128, 12, 1.5
 PAUSES_S = (1, 1, 5, 5)
 
 
-def ask(port: int, prompt: list[int]) -> float:
-    """Milliseconds of one request of one new token."""
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    start = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        answer.read()
-    return round((time.perf_counter() - start) * 1e3, 2)
+class Client:
+    """One connection to a server, opened before anything is timed: what a client's first request costs itself (in
+    ``urllib`` an SSL context, some 30 ms) is not the server's."""
 
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._answer("GET", "/health", None)
 
-def ask_behind(pause_s: float, port: int, prompt: list[int]) -> float:
-    """Milliseconds of one request after a pause of so many seconds."""
-    time.sleep(pause_s)
-    return ask(port, prompt)
+    def ask(self, prompt: list[int], *, behind_s: float = 0.0) -> float:
+        """Milliseconds of one request of one new token, sent after a pause of ``behind_s`` seconds."""
+        time.sleep(behind_s)
+        body = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
+        start = time.perf_counter()
+        self._answer("POST", "/generate", body)
+        return round((time.perf_counter() - start) * 1e3, 2)
+
+    def _answer(self, method: str, path: str, body: str | None) -> None:
+        self._connection.request(method, path, body, {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise SystemExit(f"{method} {path}: {answer.status} {text[:500]!r}")
 
 
 def measure(model: Path, variant: Variant, log: Path, limit_s: float) -> dict[str, Any]:
@@ -62,8 +68,9 @@ def measure(model: Path, variant: Variant, log: Path, limit_s: float) -> dict[st
                 raise SystemExit(f"{model.name}, {variant.name}: no server; its log ends:\n{last_lines(server.log)}")
             time.sleep(0.05)
         up = time.monotonic() - start
-        times = [ask(port, tokens(TOKENS, ("first", i))) for i in range(REQUESTS)]
-        paused = [ask_behind(pause, port, tokens(TOKENS, ("paused", i))) for i, pause in enumerate(PAUSES_S)]
+        client = Client(port)
+        times = [client.ask(tokens(TOKENS, ("first", i))) for i in range(REQUESTS)]
+        paused = [client.ask(tokens(TOKENS, ("paused", i)), behind_s=s) for i, s in enumerate(PAUSES_S)]
     finally:
         server.end()
     median = statistics.median(times[1:])
