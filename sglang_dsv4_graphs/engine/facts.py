@@ -122,6 +122,7 @@ HOOKS = (
     Contract(
         "index_requests", _INDEXER + "scoring.prefill_requests", "*, inputs, token_to_kv_pool, req_to_token", _V22
     ),
+    Contract("pair_partners", _BACKEND + "_low_ratio_pair_partners", "self, *, layer_id, kv, score, req, pos, pad"),
     *WEIGHT_UPDATES,
 )
 
@@ -130,6 +131,7 @@ CALLS = (
     Contract("ChunkScores", _INDEXER + "scoring.ChunkScores"),
     Contract("BlockIds", _INDEXER + "dense_blocks.BlockIds"),
     Contract("score_budget", _INDEXER + "scoring._TORCH_SCORE_BUDGET_BYTES"),
+    Contract("KVAndScore", _SRT + "mem_cache.deepseek_v4_compress_state.KVAndScore"),
     Contract(
         "kv_store_call",
         _MODEL + "MQALayer._compute_kv_to_cache",

@@ -24,6 +24,7 @@ from sglang_dsv4_graphs.engine.api import Engine, speaks_for_server
 from sglang_dsv4_graphs.engine.facts import WEIGHT_UPDATES, hooks_for, installed_version
 from sglang_dsv4_graphs.extend import ExtensionError, make_manager
 from sglang_dsv4_graphs.hooks.breaks import RangeBreaks
+from sglang_dsv4_graphs.hooks.compressor import CompressorBreaks
 from sglang_dsv4_graphs.hooks.contracts import install_reason
 from sglang_dsv4_graphs.hooks.indexer import IndexerBreaks
 from sglang_dsv4_graphs.hooks.ledger import Ledger, PatchError
@@ -121,6 +122,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
         "index_publish": ("around", indexer.around_publish),
         "index_consume": ("around", indexer.around_consume),
         "index_requests": ("around", indexer.around_requests),
+        "pair_partners": ("around", CompressorBreaks(engine).around_pair_partners),
         "engram_hash": ("around", around_hash_break),
         "tail_breaks_out": ("around", prefill_graph.around_breaks_out),
         "tail_run": ("around", prefill_graph.around_run),
