@@ -12,7 +12,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
-PREFIX = "SGLANG_DSV4_GRAPHS"
+# How the names of settings begin, and of nothing of the engine's own: what else begins so is a misspelt setting.
+PREFIXES = (
+    "SGLANG_DSV4_GRAPH",
+    "SGLANG_DSV4_FULL_LAYER_GRAPH",
+    "SGLANG_DSV4_DECODER_REPLAY_GRAPH",
+    "SGLANG_DSV4_EAGER_GRAPH",
+)
 
 
 class SettingsError(ValueError):
@@ -151,5 +157,5 @@ def unknown_names(environ: Mapping[str, str] | None = None) -> dict[str, str | N
     """Set variables that look like ours but are none, each with the nearest known name (or None)."""
     environ = os.environ if environ is None else environ
     known = Settings.names()
-    strangers = sorted(n for n in environ if n.startswith(PREFIX) and n not in known)
+    strangers = sorted(n for n in environ if n.startswith(PREFIXES) and n not in known)
     return {n: next(iter(difflib.get_close_matches(n, known, n=1)), None) for n in strangers}

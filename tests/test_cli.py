@@ -49,7 +49,10 @@ def test_version_names_plugin_and_engine(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().out == f"sglang-dsv4-graphs {cli.__version__}, sglang 7.8.9\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["dmo"], ["demo", "--device", "tpu"], ["demo", "--repeats", "some"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["dmo"], ["demo", "--device", "tpu"], ["demo", "--repeats", "some"], ["demo", "--repeats", "0"]],
+)
 def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)

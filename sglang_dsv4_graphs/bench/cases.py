@@ -64,17 +64,17 @@ def cases_of(groups: Iterable[str]) -> list[Case]:
     return [case for group in GROUPS if group in wanted for case in made[group]]
 
 
-def parse_groups(text: str) -> list[str]:
+def parse_groups(text: str, option: str = "--cases") -> list[str]:
     """``cold,hits`` as a list.
 
     Raises:
-        BenchError: naming what is no group, and the groups there are.
+        BenchError: naming the option, what is no group, and the groups there are.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in GROUPS and name != "none"]
     if unknown or not names:
         raise BenchError(
-            f"--cases {text!r}: {', '.join(unknown) or 'nothing'} is no case; give {','.join(GROUPS)} or none"
+            f"{option} {text!r}: {', '.join(unknown) or 'nothing'} is no case; give {','.join(GROUPS)} or none"
         )
     return [name for name in names if name != "none"]
 

@@ -21,6 +21,8 @@ from sglang_dsv4_graphs.demo.preflight import DemoError, check_installed
 NAME = "bench"
 BREAKDOWN_LENGTHS = "128,1000,2048"
 BUSY_LENGTHS = "128,1000,2048,4096"
+# What the part without a GPU heeds.
+CPU_OPTIONS = ("cpu", "requests", "out", "redraw")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
             return _redraw(Path(options.redraw))
         check_installed()
         if options.cpu or not (options.gpu or _has_gpu()):
+            _refuse_on_cpu(options)
             from sglang_dsv4_graphs.bench import cpu
 
             return _show(cpu.run(_out(options), options.requests), _out(options))
@@ -132,7 +135,7 @@ def _plan(options: argparse.Namespace, model: str) -> Any:
         lengths=tuple(cases.parse_lengths(options.lengths, "--lengths")),
         decode=options.decode,
         repeats=options.repeats or 2,
-        compare=tuple(cases.parse_groups(options.compare)),
+        compare=tuple(cases.parse_groups(options.compare, "--compare")),
         load=throughput.Load() if options.throughput else None,
         profile=options.profile,
     )
@@ -148,6 +151,23 @@ def _refuse_ignored(options: argparse.Namespace, modes: tuple[str, ...]) -> None
         raise BenchError("--repeats needs --decode")
     if options.model and not (Path(options.model) / "config.json").is_file():
         raise BenchError(f"--model {options.model}: no config.json there")
+
+
+def _refuse_on_cpu(options: argparse.Namespace) -> None:
+    """An option for servers, where none is started: its user would take what comes for what was asked."""
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    defaults = vars(parser.parse_args([]))
+    given = [name for name, value in defaults.items() if name not in CPU_OPTIONS and getattr(options, name) != value]
+    if not given:
+        return
+    names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if options.cpu:
+        raise BenchError(f"--cpu does not go with {names}: it takes --requests and --out")
+    raise BenchError(
+        f"torch sees no CUDA GPU, and without one the benchmark takes --requests and --out, not {names}; "
+        "--gpu starts servers all the same"
+    )
 
 
 def _engine_args(text: str, modes: tuple[str, ...], variants: list[Variant]) -> dict[str, Any]:

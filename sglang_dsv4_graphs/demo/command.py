@@ -22,8 +22,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="auto: cuda if torch sees a GPU, else cpu",
     )
     parser.add_argument(
-        "--repeats", type=int, default=7, metavar="N", help="cuda: requests per prompt length (default 7)"
+        "--repeats", type=_positive, default=7, metavar="N", help="cuda: requests per prompt length (default 7)"
     )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         if options.device == "cuda" or (options.device == "auto" and _has_gpu()):
             from sglang_dsv4_graphs.demo import gpu
 
-            return gpu.run(max(1, options.repeats))
+            return gpu.run(options.repeats)
         from sglang_dsv4_graphs.demo import cpu
 
         return cpu.run()

@@ -251,6 +251,7 @@ def test_throughput_says_what_the_server_said(site: Path, tmp_path: Path) -> Non
         (["--cases", "warm"], "'warm': warm is no case; give cold,hits,batches,chunked or none"),
         (["--variants", "eager,eager"], "give each variant once"),
         (["--variants", "fast"], "fast is no variant; there are eager, prefill-graph, plugin, plugin+prefill-graph"),
+        (["--toggle", "--decode", "4", "--compare", "warm"], "--compare 'warm': warm is no case"),
         (["--decode", "4"], "--decode needs --toggle"),
         (["--profile"], "--profile needs --toggle"),
         (["--toggle", "--repeats", "3"], "--repeats needs --decode"),
@@ -276,6 +277,29 @@ def test_bad_arguments_are_named(
     out = [] if "--out" in arguments else ["--out", str(tmp_path)]
     assert cli.main(["bench", "--gpu", *out, *arguments]) == 2
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--toggle", "--engine-args", "{}"], "torch sees no CUDA GPU, and without one the benchmark takes"),
+        (["--toggle", "--no-warm-process"], "not --toggle, --no-warm-process; --gpu starts servers all the same"),
+        (["--cpu", "--gpu"], "--cpu does not go with --gpu"),
+        (["--cpu", "--requests", "3", "--cases", "warm"], "--cpu does not go with --cases: it takes --requests"),
+    ],
+)
+def test_options_for_servers_are_refused_without_a_gpu(
+    arguments: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(command, "check_installed", lambda: None)
+    monkeypatch.setattr(command, "_has_gpu", lambda: False)
+    assert cli.main(["bench", "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("arguments", [["--requests", "0"], ["--cpu", "--redraw", "x"], ["--limit", "soon"]])
