@@ -5,8 +5,7 @@
 One server process per model and choice (plugin on, off), started as anybody starts it: the engine's own warm-up of
 three tokens is on, and a request is sent as soon as the server says that it is ready. Times are of one HTTP request of
 128 tokens for one new token. The engine alone loads kernels and captures its tail graphs (behind the first full chunk)
-while it serves; with the plugin nothing is left to capture. Requests behind a pause follow: what idling costs a server
-that has served already. Needs the engine, one GPU, and the plugin installed.
+while it serves; with the plugin nothing is left to capture. Needs the engine, one GPU, and the plugin installed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from sglang_dsv4_graphs.cpu_engine.process import free_port
 
 READY = "The server is fired up and ready to roll"
 TOKENS, REQUESTS, WITHIN = 128, 12, 1.5
-PAUSES_S = (1, 1, 5, 5)
 
 
 class Client:
@@ -41,9 +39,8 @@ class Client:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         self._answer("GET", "/health", None)
 
-    def ask(self, prompt: list[int], *, behind_s: float = 0.0) -> float:
-        """Milliseconds of one request of one new token, sent after a pause of ``behind_s`` seconds."""
-        time.sleep(behind_s)
+    def ask(self, prompt: list[int]) -> float:
+        """Milliseconds of one request of one new token."""
         body = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
         start = time.perf_counter()
         self._answer("POST", "/generate", body)
@@ -70,11 +67,10 @@ def measure(model: Path, variant: Variant, log: Path, limit_s: float) -> dict[st
         up = time.monotonic() - start
         client = Client(port)
         times = [client.ask(tokens(TOKENS, ("first", i))) for i in range(REQUESTS)]
-        paused = [client.ask(tokens(TOKENS, ("paused", i)), behind_s=s) for i, s in enumerate(PAUSES_S)]
     finally:
         server.end()
     median = statistics.median(times[1:])
-    row = {"model": model.name, "variant": variant.name, "up_s": round(up, 1), "ms": times, "ms_behind_pauses": paused}
+    row = {"model": model.name, "variant": variant.name, "up_s": round(up, 1), "ms": times}
     return row | {"first": times[0], "median_of_the_others": median, "ratio": round(times[0] / median, 2)}
 
 

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4_graphs.arguments import positive
 from sglang_dsv4_graphs.bench import cases
 from sglang_dsv4_graphs.bench.errors import BenchError
 from sglang_dsv4_graphs.bench.variants import PLUGIN, PREFILL_BACKEND, VARIANTS, Variant, parse_variants
@@ -38,16 +39,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--cases", default="cold,hits,batches", metavar="LIST", help=f"of {','.join(cases.GROUPS)}, or none"
     )
-    what.add_argument("--rounds", type=_positive, default=2, metavar="N", help="rounds of all variants (default 2)")
+    what.add_argument("--rounds", type=positive, default=2, metavar="N", help="rounds of all variants (default 2)")
     what.add_argument(
-        "--requests", type=_positive, default=7, metavar="N", help="requests per case and process (default 7)"
+        "--requests", type=positive, default=7, metavar="N", help="requests per case and process (default 7)"
     )
     what.add_argument(
         "--busy", default=BUSY_LENGTHS, metavar="LIST", help="prompt lengths whose GPU time is taken, or none"
     )
     what.add_argument("--lengths", default=BREAKDOWN_LENGTHS, metavar="LIST", help="prompt lengths of --breakdown")
     what.add_argument("--throughput", action="store_true", help="also a mixed load through sglang.bench_serving")
-    what.add_argument("--decode", type=_positive, default=0, metavar="N", help="--toggle: compare N decoded tokens")
+    what.add_argument("--decode", type=positive, default=0, metavar="N", help="--toggle: compare N decoded tokens")
     what.add_argument(
         "--compare", default="cold,batches", metavar="LIST", help="--decode: cases whose tokens are compared"
     )
@@ -63,21 +64,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--engine-args", default="{}", metavar="JSON", help="sglang.Engine arguments that override ours"
     )
-    server.add_argument("--limit", type=_positive, default=1800, metavar="S", help="seconds per process (default 1800)")
+    server.add_argument("--limit", type=positive, default=1800, metavar="S", help="seconds per process (default 1800)")
     server.add_argument(
         "--no-warm-process", action="store_true", help="no unmeasured first process that compiles kernels"
     )
     parser.add_argument("--out", metavar="DIR", default="bench-results", help="results (default bench-results)")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
 def _several(text: str) -> int:
-    if _positive(text) < 2:
+    if positive(text) < 2:
         raise argparse.ArgumentTypeError("from 2 on: one answer has nothing of its own kind to be compared with")
     return int(text)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from sglang_dsv4_graphs.arguments import positive
 from sglang_dsv4_graphs.demo.preflight import DemoError, check_installed
 
 NAME = "demo"
@@ -22,14 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="auto: cuda if torch sees a GPU, else cpu",
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=7, metavar="N", help="cuda: requests per prompt length (default 7)"
+        "--repeats", type=positive, default=7, metavar="N", help="cuda: requests per prompt length (default 7)"
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:
