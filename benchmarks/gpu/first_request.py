@@ -5,8 +5,8 @@
 One server process per model and choice (plugin on, off), started as anybody starts it: the engine's own warm-up of
 three tokens is on, and a request is sent as soon as the server says that it is ready. Times are of one HTTP request of
 128 tokens for one new token. The engine alone loads kernels and captures its tail graphs (behind the first full chunk)
-while it serves; with the plugin nothing is left to capture. Requests behind a pause follow, which tell what idling costs
-a server that has served already. Needs the engine, one GPU, and the plugin installed.
+while it serves; with the plugin nothing is left to capture. Requests behind a pause follow, which tell what idling
+costs a server that has served already. Needs the engine, one GPU, and the plugin installed.
 """
 
 from __future__ import annotations
