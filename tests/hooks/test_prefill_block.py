@@ -54,6 +54,20 @@ def test_an_eager_loop_has_no_break() -> None:
     assert taken(step(), breakable=False) == []
 
 
+def test_a_larger_block_gets_a_bridge_of_its_own() -> None:
+    """One serves every block that fits into it; a graph that holds a smaller one keeps it."""
+    block = PrefillGraphBlock(Engine(), None)  # type: ignore[arg-type]
+    assert block._bridge(0, 4) is None
+    small, large = [torch.zeros(4, 2)], [torch.zeros(8, 2)]
+    block._bridges[0] = [small]
+    assert [t.shape[0] for t in block._bridge(0, 3) or []] == [3]
+    assert block._bridge(0, 8) is None
+    block._bridges[0].insert(0, large)
+    (found,) = block._bridge(0, 4) or []
+    assert (found.shape[0], found.data_ptr()) == (4, large[0].data_ptr())
+    assert block._bridge(1, 4) is None
+
+
 def test_the_live_batch_has_the_live_tokens() -> None:
     """The graph's rows are padded, its requests are not; its own batch stays as it is."""
     rows = torch.arange(8)
