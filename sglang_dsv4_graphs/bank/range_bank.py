@@ -78,7 +78,7 @@ class RangeBank:
         if served.rehearsing:
             return outputs
         shadow = self._shadows[served]
-        if shadow.wanted(batch):
+        if shadow.wanted(batch) and not _takes_its_history(served, batch):
             outputs = shadow.compare(bank, bucket, live, batch, outputs)
         served.replays[self.name, bucket] += 1
         return outputs
@@ -110,6 +110,11 @@ def _no_bucket_reason(bank: Bank, rows: int) -> str:
     if bank.retired:
         return RETIRED
     return rows_reason(rows) if bank.buckets else NOTHING_CAPTURED
+
+
+def _takes_its_history(served: ServedModel, batch: Any) -> bool:
+    """Whether the rows of this step lie where it has read its history from, so that a second run would read them."""
+    return any(batch.extend_prefix_lens_cpu or ()) and served.engine.has_request_window()
 
 
 def repeatable(model: Any, bank: Bank) -> bool:

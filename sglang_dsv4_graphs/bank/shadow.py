@@ -1,9 +1,10 @@
 """Shadow mode: the first replayed steps of a server are also run eagerly, and compared.
 
 The comparison is exact: same rows, same padding, same process. An eager run repeats the step's KV writes, which
-is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix. Such
-steps are skipped, and so is a range whose first layers read a selection that its later layers overwrite
-(``range_bank.repeatable``). Engram's history is not written by a range (``engram``).
+is harmless except where a write depends on what it overwrites: a ratio-2 pair left open by an odd prefix, or, under
+encoder SWA bounded replay, any history in the request window. Such steps are skipped, and so is a range whose first
+layers read a selection that its later layers overwrite (``range_bank.repeatable``). Engram's history is not written by
+a range (``engram``).
 """
 
 from __future__ import annotations

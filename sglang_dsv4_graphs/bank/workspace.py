@@ -15,6 +15,8 @@ import torch
 
 # Pools that hold a stream's workspace, by the stream's handle; for the life of the process.
 _POOLS: dict[int, Any] = {}
+# torch deals its streams out in turn, and from the start again after this many.
+_STREAMS = 32
 # The matrices are smaller than the smallest workspace that CUBLAS_WORKSPACE_CONFIG is documented with, 128 KiB.
 _SIDE, _LEAST_BYTES = 64, 64 << 10
 
@@ -39,6 +41,19 @@ def hold_workspace(stream: torch.cuda.Stream) -> bool:
         del ones
     stream.synchronize()
     return _active_bytes(pool) >= _LEAST_BYTES
+
+
+def stream_of_our_own() -> torch.cuda.Stream:
+    """A stream whose workspace is held: nobody has run GEMMs on it before us, or captured any.
+
+    A new stream of torch's may be one that others have, the engine's capture stream even. Where none can be held, GEMMs
+    have no workspace (``CUBLAS_WORKSPACE_CONFIG=:0:0``), so any will do.
+    """
+    for _ in range(_STREAMS):
+        stream = torch.cuda.Stream()
+        if hold_workspace(stream):
+            break
+    return stream
 
 
 def _active_bytes(pool: Any) -> int:

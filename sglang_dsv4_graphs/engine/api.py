@@ -112,6 +112,13 @@ class Engine(DummySteps):
         slots: torch.Tensor = self.get_attn_backend().get_swa_out_cache_loc(batch)
         return slots
 
+    def has_request_window(self) -> bool:
+        """Whether window rows lie by request, in a ring in which a step's rows take the place of its history.
+
+        So under encoder SWA bounded replay.
+        """
+        return getattr(self.get_attn_backend().token_to_kv_pool, "request_window", None) is not None
+
     def stores_in_graph(self, backend: Any) -> bool:
         """Whether a captured K store may take its slots from a static buffer.
 

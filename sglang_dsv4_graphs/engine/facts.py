@@ -45,6 +45,7 @@ _LOOP = (
     "self, positions, hidden_states, forward_batch, input_ids, input_ids_global, capture_dspark, "
     "dspark_aux_hidden_states"
 )
+_SOURCES = "self, *, layer, x, q_lora, positions, forward_batch, run_compressor=, run_indexer="
 _TAIL_METADATA = "self, forward_batch, *, for_prefill_graph=, max_seq_len_override="
 _SET_CONTEXT = (
     "forward_batch, attention_layers, quant_config, moe_layers, moe_fusions, dsa_indexers=, "
@@ -114,6 +115,8 @@ HOOKS = (
         _V22,
     ),
     Contract("low_ratio_sources", _MODEL + "bcg_deepseek_v4_low_ratio_sources", "layer, x, q_lora, positions", _V22),
+    # On Blackwell its model breaks nowhere for them: it calls the backend inside the segment.
+    Contract("backend_sources", _BACKEND + "forward_low_ratio_sources", _SOURCES, _V22),
     # The per-request indexer, as Hopper runs it.
     Contract("index_full_topk", _INDEXER + "full_topk.FullTopKIndexer.topk_prefill", "self, inputs"),
     Contract("index_publish", _INDEXER + "dense_blocks.DenseBlocksBackend.publish_prefill", "self, inputs"),

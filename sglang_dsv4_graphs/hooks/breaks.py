@@ -168,7 +168,34 @@ class RangeBreaks:
             return original(layer, x, q_lora, positions)
         # The engine's break around a break would be recorded twice: call what it wraps.
         inner = original.__wrapped__  # type: ignore[attr-defined]
-        return self._break("sources", _call, capture_stub=_skip)(inner, layer, x, q_lora, positions)
+        return self._break_for_sources(inner, layer, x, q_lora, positions)
+
+    def around_backend_sources(
+        self, original: Call, backend: Any, *, layer: Any, x: Any, q_lora: Any, positions: Any, **kwargs: Any
+    ) -> Any:
+        """AROUND 0.5.22's attention backend: on Blackwell the model calls it without a break in between.
+
+        There the engine captures its sources, from metadata that only a step of its own prefill graph has.
+        """
+        if not self._engine.capturing_range:
+            return original(backend, layer=layer, x=x, q_lora=q_lora, positions=positions, **kwargs)
+        return self._break_for_sources(self._ask_backend, layer, x, q_lora, positions)
+
+    def _break_for_sources(self, *args: Any) -> Any:
+        return self._break("sources", self._run_sources, capture_stub=_skip)(*args)
+
+    def _run_sources(self, run: Call, *args: Any) -> None:
+        # Plain, and unmarked: the mark, which warm-ups set, stands for a step of the engine's prefill graph.
+        with self._engine.outside_range_capture(), self._engine.unmarked():
+            run(*args)
+
+    def _ask_backend(self, layer: Any, x: Any, q_lora: Any, positions: Any) -> None:
+        batch = self._engine.get_break_context().forward_batch
+        rows = batch.global_num_token_non_padded_cpu
+        if rows:
+            self._engine.get_attn_backend().forward_low_ratio_sources(
+                layer=layer, x=x[:rows], q_lora=q_lora[:rows], positions=positions[:rows], forward_batch=batch
+            )
 
 
 class _SlotsOf:
@@ -183,10 +210,6 @@ class _SlotsOf:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_backend"], name)
-
-
-def _call(inner: Call, *args: Any) -> None:
-    inner(*args)
 
 
 def _skip(*args: Any) -> None:

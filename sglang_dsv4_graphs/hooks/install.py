@@ -118,6 +118,7 @@ def _install(settings: Settings, engine: Engine, log: RankLog, third_parties: bo
         "tail_kv_store": ("around", breaks.around_tail_kv_store),
         "kv_store": ("around", breaks.around_kv_store),
         "low_ratio_sources": ("around", breaks.around_low_ratio_sources),
+        "backend_sources": ("around", breaks.around_backend_sources),
         "index_full_topk": ("around", indexer.around_full_topk),
         "index_publish": ("around", indexer.around_publish),
         "index_consume": ("around", indexer.around_consume),

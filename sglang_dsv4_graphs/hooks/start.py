@@ -24,7 +24,7 @@ from sglang_dsv4_graphs.bank.probes import derived_tensors, model_weights
 from sglang_dsv4_graphs.bank.ranks import Ranks
 from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.bank.sweep import Startup
-from sglang_dsv4_graphs.bank.workspace import hold_workspace
+from sglang_dsv4_graphs.bank.workspace import hold_workspace, stream_of_our_own
 from sglang_dsv4_graphs.engine.api import Engine
 from sglang_dsv4_graphs.extend import Probe
 
@@ -118,5 +118,5 @@ def make_backend(engine: Engine, served: ServedModel, runner: Any, manager: plug
             served.log.warning("private-pool", reason="the engine's capture stream was in use before the plugin")
             shared = False
     if not shared:
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        pool, stream = torch.cuda.graph_pool_handle(), stream_of_our_own()
     return CudaGraphBackend(engine, pool=pool, stream=stream, ranks=served.ranks, shared=shared)

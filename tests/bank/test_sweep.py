@@ -527,6 +527,21 @@ def test_the_engines_tail_is_driven_where_it_stays_in_charge(ours: bool) -> None
     assert s.world.model.seen_tails == ([] if ours else [tail])
 
 
+def test_an_engines_tail_with_an_engram_is_told_nothing() -> None:
+    """It asserts that late layers carry none; in early ones it is none of its business."""
+    s = Sweep(World(late=True), chunk=24)
+    s.world.model.decoder_replay_tail = tail = EngineTail()
+    s.captured(first=0, last=LATE)
+    s.dummies.runs.clear()
+    s.world.model.layers[LATE].engram = object()
+    open_engine_tail(s.startup)
+    drive_engine_tail(s.startup)
+    assert (tail.ready_rows, s.dummies.runs) == ([], [])
+    s.world.model.layers[LATE].engram, s.world.model.layers[0].engram = None, object()
+    open_engine_tail(s.startup)
+    assert tail.ready_rows == [24]
+
+
 def test_no_engine_tail_is_nothing_to_drive() -> None:
     s = Sweep(World(late=True))
     s.startup.grow()

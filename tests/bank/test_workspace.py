@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.bank import workspace  # noqa: E402
-from sglang_dsv4_graphs.bank.workspace import hold_workspace  # noqa: E402
+from sglang_dsv4_graphs.bank.workspace import hold_workspace, stream_of_our_own  # noqa: E402
 
 BYTES = 32 << 20
 
@@ -112,3 +112,31 @@ def test_a_stream_that_was_used_before_is_not_held(device: Device) -> None:
     device.gemm()
     device.stream = "default"
     assert not hold_workspace(stream("capture", 7))
+
+
+def test_a_stream_of_our_own_is_in_nobodys_use(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch deals 32 streams out in turn: the next one may be somebody's, even one that is held."""
+    dealt = iter(range(1000))
+
+    def named(handle: int) -> Any:
+        return stream(f"stream {handle % 32}", handle % 32)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: named(next(dealt)))
+    for used in (0, 1):
+        device.stream = f"stream {used}"
+        device.gemm()
+    device.stream = "default"
+    assert stream_of_our_own().name == "stream 2"
+
+
+def test_gemms_without_a_workspace_may_run_on_any_stream(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def deal() -> Any:
+        asked.append(len(asked))
+        return stream(f"stream {len(asked)}", len(asked))
+
+    monkeypatch.setattr(torch.cuda, "Stream", deal)
+    monkeypatch.setattr(device, "gemm", lambda: None)
+    assert stream_of_our_own().name == "stream 32"
+    assert len(asked) == 32

@@ -38,7 +38,7 @@ def test_an_untested_version_is_held_to_the_newest_tested_one() -> None:
 def test_hooks_of_each_version() -> None:
     old, new = ({c.name for c in hooks_for(version)} for version in ("0.5.22", "0.5.23"))
     assert {"model_built", "layer_loop", "startup"} <= old & new
-    assert old - new == {"kv_store", "low_ratio_sources"}
+    assert old - new == {"kv_store", "low_ratio_sources", "backend_sources"}
     assert {"tail_breaks_out", "tail_run"} <= new - old
     assert all(c.signature is not None for c in HOOKS)
 

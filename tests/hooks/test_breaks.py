@@ -21,7 +21,7 @@ class Engine:
     """Breaks are noted and run; the step in the break context has ``rows`` real rows."""
 
     def __init__(self, rows: int) -> None:
-        self.capturing_range = True
+        self.capturing_range = self.marked = True
         self.static_slots: Any = None
         self.breaks: list[str] = []
         self.stubs: list[Any] = []
@@ -54,6 +54,12 @@ class Engine:
         self.capturing_range = False
         yield
         self.capturing_range = True
+
+    @contextmanager
+    def unmarked(self) -> Any:
+        self.marked = False
+        yield
+        self.marked = True
 
 
 class Attention:
@@ -231,10 +237,35 @@ def test_the_sources_of_0_5_22_are_skipped_while_capturing() -> None:
     sources.__wrapped__ = lambda *args: ran.append(args)  # type: ignore[attr-defined]
     breaks.around_low_ratio_sources(sources, "layer", "x", "q", "positions")
     assert ran == [("layer", "x", "q", "positions")]
-    assert engine.breaks == ["_call"]
+    assert engine.breaks == ["_run_sources"]
+    assert engine.capturing_range
     (stub,) = engine.stubs
     assert stub(sources, "layer", "x", "q", "positions") is None
     assert len(ran) == 1
+
+
+@pytest.mark.parametrize("rows", [4, 0])
+def test_the_backends_sources_of_0_5_22_break_where_the_model_does_not(rows: int) -> None:
+    """On the live rows and batch, as in an eager step; they are skipped while capturing."""
+    engine, _, breaks = make(rows)
+    ran: list[dict[str, Any]] = []
+
+    def sources(**given: Any) -> None:
+        assert (engine.capturing_range, engine.marked) == (False, False)
+        ran.append(given)
+
+    engine.backend.forward_low_ratio_sources = sources
+    x, q, positions = torch.randn(BUCKET, 4), torch.randn(BUCKET, 2), torch.arange(BUCKET)
+    given = {"x": x, "q_lora": q, "positions": positions}
+    assert breaks.around_backend_sources(plain, "captured", layer="layer", forward_batch="captured", **given) is None
+    assert (engine.breaks, engine.stubs[0]("run", "layer", x, q, positions)) == (["_run_sources"], None)
+    if not rows:
+        assert ran == []
+        return
+    (got,) = ran
+    assert (got.pop("layer"), got.pop("forward_batch")) == ("layer", engine.context.forward_batch)
+    assert all(torch.equal(got[name], t[:rows]) for name, t in given.items())
+    assert got.keys() == given.keys()
 
 
 class SlotStore:
@@ -301,6 +332,15 @@ def test_outside_a_range_every_call_is_the_engines() -> None:
     assert breaks.around_attention(plain, *attention_arguments()) == "the engine's break"
     assert breaks.around_tail_kv_store(plain, attention, "x", "p", None) == "the engine's break"
     assert breaks.around_low_ratio_sources(plain, "layer", "x", "q", "p") == "the engine's break"
+    asked = {
+        "layer": "layer",
+        "x": "x",
+        "q_lora": None,
+        "positions": "p",
+        "forward_batch": "batch",
+        "run_indexer": False,
+    }
+    assert breaks.around_backend_sources(original_store, "backend", **asked) == (("backend",), asked)
     args, kwargs = breaks.around_kv_store(original_store, attention, "x", "p", "batch", "backend", "qkv", "rope")
     assert args == (attention, "x", "p", "batch", "backend")
     assert kwargs == {"qkv_a": "qkv", "q_rope": "rope"}

@@ -260,7 +260,7 @@ def test_pool_and_stream_of_cuda_graphs(
     wanted: bool, held: bool, shared: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "private pool")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: "private stream")
+    monkeypatch.setattr(start, "stream_of_our_own", lambda: "private stream")
     asked: list[Any] = []
     monkeypatch.setattr(start, "hold_workspace", lambda stream: asked.append(stream) or held)
     made: dict[str, Any] = {}

@@ -6,12 +6,13 @@ the server speculates: the engine's own dummy run refuses extends then, so captu
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.replay.judge import Judge, distance, same
-from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, Server, Servers
+from tests.replay.server import CHUNK, DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, Server, Servers
 from tests.replay.story import ROUNDING, Step, Story, poisoning
 
 pytestmark = pytest.mark.engine
@@ -91,6 +92,48 @@ def test_packed_hidden_states(servers: Servers, layers: list[int]) -> None:
         story = Story(server, Judge.of(server))
         for step in steps:
             assert len(compare(server, story, step, layers)) == 2
+
+
+def test_captures_where_the_engines_dummy_run_refuses(servers: Servers) -> None:
+    """The engine's own dummy run makes no extend of a server that speculates; ours does, and captures from it."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.runner.base_runner import BaseRunner
+
+    def refusal(runner: Any) -> str:
+        """Why the engine's dummy run makes no extend of 64 tokens; given no buffers, that is the last thing it asks."""
+        runner.decode_num_tokens_per_req = lambda: 4
+        with pytest.raises(AssertionError) as refused:
+            BaseRunner._dummy_run(
+                SimpleNamespace(model_runner=runner),
+                1,
+                forward_mode_override=ForwardMode.EXTEND,
+                buffers=None,
+                extend_num_tokens_per_req=64,
+            )
+        return str(refused.value)
+
+    steps: list[tuple[Any, Any, int]] = []
+
+    def prepare(runner: Any) -> None:
+        assert "static buffer" in refusal(runner)
+        speculating([1, 6])(runner)
+        assert "EXTEND dummy" in refusal(runner)
+        build = runner.attn_backend.init_forward_metadata
+
+        def noting(batch: Any) -> None:
+            steps.append((batch.forward_mode, batch.spec_algorithm, batch.input_ids.shape[0]))
+            build(batch)
+
+        runner.attn_backend.init_forward_metadata = noting
+
+    server = servers.own({FULL_LAYER_CAP: "64", DECODER_REPLAY_CAP: "128"}, prepare=prepare)
+    assert (server.bank(FULL_LAYER).buckets, server.bank(DECODER_REPLAY).buckets) == ((64,), (128,))
+    assert "EXTEND dummy" in refusal(server.runner)
+    # The largest step, a capture for each bucket, and the rehearsal.
+    assert [rows for *_, rows in steps] == [CHUNK, 64, 128, 128]
+    assert {step[:2] for step in steps} == {(ForwardMode.EXTEND, server.runner.spec_algorithm)}
+    story = Story(server, Judge.of(server))
+    assert len(compare(server, story, {"a": 61}, [1, 6])) == 2
 
 
 @pytest.mark.parametrize(("full", "late"), [("0", "128"), ("64", "0")])

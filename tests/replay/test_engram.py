@@ -12,7 +12,16 @@ import pytest
 
 from tests.replay.judge import Judge, same
 from tests.replay.models import fill_engram, with_engram
-from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER, FULL_LAYER_CAP, SMALL, Server, Servers
+from tests.replay.server import (
+    CHUNK,
+    DECODER_REPLAY,
+    DECODER_REPLAY_CAP,
+    FULL_LAYER,
+    FULL_LAYER_CAP,
+    SMALL,
+    Server,
+    Servers,
+)
 from tests.replay.story import Step, Story, poisoning
 
 pytestmark = pytest.mark.engine
@@ -51,17 +60,29 @@ def test_the_engines_tail_graphs_take_no_engram(
 ) -> None:
     """They assert that there is none: with our bank retired, late layers run as in any eager step."""
     with_engram(monkeypatch, IN_THE_TAIL)
-    server = servers.own(SMALL, prepare=filled)
-    tail = getattr(server.model, "decoder_replay_tail", None)
-    if tail is None:
-        pytest.skip("0.5.22 has no tail graphs")
-    assert not tail.runner.warm
+    server, told = hearing(servers, SMALL)
+    assert CHUNK not in told
+    tail = server.model.decoder_replay_tail
     tail.runner._warm = True
     if retired:
         server.bank(DECODER_REPLAY).retire("for once")
     batch = Story(server, Judge.of(server)).batch({"a": 60})
     _, replays, _ = server.new_counts(lambda: server.runner.forward(batch))
     assert ((DECODER_REPLAY, 128) in replays) is not retired
+
+
+def hearing(servers: Servers, settings: dict[str, str]) -> tuple[Server, list[int]]:
+    """A server with Engram, and the step sizes of which its startup told the engine's tail runner."""
+    told: list[int] = []
+
+    def prepare(runner: Any) -> None:
+        filled(runner)
+        tail = getattr(runner.model.model, "decoder_replay_tail", None)
+        if tail is None:
+            pytest.skip("0.5.22 has no tail graphs")
+        tail.runner.ready = lambda rows: told.append(rows) or False
+
+    return servers.own(settings, prepare=prepare), told
 
 
 def filled(runner: Any) -> None:

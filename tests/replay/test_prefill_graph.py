@@ -117,7 +117,9 @@ def test_multimodal_input_runs_them_eagerly(outer: tuple[Server, Any], monkeypat
     assert (replays, fallbacks) == ({}, {(DECODER_REPLAY, "multimodal input"): 1})
 
 
-@pytest.mark.parametrize("layers", [[1, 3], [6], [0, 2, 6]], ids=["before the tail", "in it", "on both sides"])
+@pytest.mark.parametrize(
+    "layers", [[1, 3], [6], [5, 6], [0, 2, 6]], ids=["before the tail", "in it", "two in it", "on both sides"]
+)
 def test_collected_hidden_states(servers: Servers, layers: list[int]) -> None:
     """Early layers' come out of the outer graph, late ones' out of our bank, in order."""
     server = servers.own(SMALL, prepare=speculating(layers), **BREAKABLE)

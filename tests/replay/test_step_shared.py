@@ -8,8 +8,9 @@ import pytest
 
 from sglang_dsv4_graphs.breaks.shared import StepShared
 from tests.replay.judge import Judge
-from tests.replay.server import DECODER_REPLAY_CAP, FULL_LAYER_CAP, Server, Servers
+from tests.replay.server import DECODER_REPLAY, DECODER_REPLAY_CAP, FULL_LAYER_CAP, SMALL, Server, Servers
 from tests.replay.story import Story
+from tests.replay.test_prefill_graph import BREAKABLE, captured, replay
 
 pytestmark = pytest.mark.engine
 
@@ -102,3 +103,37 @@ def test_the_switch_turns_it_off(servers: Servers, monkeypatch: pytest.MonkeyPat
     assert len(replays) == 2
     assert {layer for layer, _ in seen} == set(range(len(server.model.layers)))
     assert {shared for _, shared in seen} == {None}
+
+
+def test_a_prefill_graph_shares_in_our_replay_alone(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata outlives a step: its own breaks share nothing, and late layers only while our bank replays them."""
+    server = servers.own(SMALL, **BREAKABLE)
+    graph, engine, late = captured(server), server.installation.runtime.engine, server.model.late_layer_start
+    story, seen = Story(server, Judge.of(server)), watch(server, monkeypatch)
+    story.judge.quiet = True
+    held: list[StepShared] = []
+
+    def of_step(step: dict[str, int]) -> tuple[set[Any], list[Any]]:
+        """What early and late layers saw of it; 0.5.23 writes the source KV of the first late one in no replay."""
+        batch = story.batch(step)
+        seen.clear()
+        replay(server, graph, batch)
+        backend = server.runner.attn_backend
+        for metadata in (backend.forward_metadata, backend.tail_forward_metadata):
+            assert set(vars(metadata)) == set(type(metadata).__dataclass_fields__)
+        assert engine.step_shared is None
+        assert {layer for layer, _ in seen} == set(range(len(server.model.layers)))
+        written = len([s for layer, s in seen if layer == late]) - 2
+        after = [s for layer, s in seen if layer >= late][max(0, written) :]
+        return {s for layer, s in seen if layer < late}, after
+
+    for step in ({"a": 200, "b": 56}, {"a": 30, "b": 9}, {"a": 30, "b": 9}):
+        early, after = of_step(step)
+        assert early == {None}
+        assert isinstance(after[0], StepShared)
+        assert all(shared is after[0] for shared in after)
+        held.append(after[0])
+    assert len({id(shared) for shared in held}) == 3
+    server.bank(DECODER_REPLAY).retire("for once")
+    early, after = of_step({"a": 30})
+    assert early == set(after) == {None}
