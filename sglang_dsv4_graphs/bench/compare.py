@@ -6,11 +6,13 @@ between the kinds is held against what is within them.
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Tokens = list[list[int]]
 Top = list[list[list[float]]]
 Run = tuple[Tokens, Top]
@@ -44,17 +46,40 @@ def compared(eager: Sequence[Run], replayed: Sequence[Run]) -> dict[str, Any]:
     return row | {"eager top": [top for _, top in eager], "replayed top": [top for _, top in replayed]}
 
 
-def chance(one: Sequence[Run], other: Sequence[Run], distance: Callable[[Run, Run], float]) -> float:
+def chance(one: Sequence[T], other: Sequence[T], distance: Callable[[T, T], float]) -> float:
     """Share of all ways to deal the answers to two kinds in which the kinds lie as far apart as they do.
 
     The exact permutation test of the energy distance: what is between the kinds, less what is within them. With four
     answers of each kind the smallest value is 0.03, with two 0.33.
     """
-    every = [*one, *other]
-    table = {(i, j): distance(every[i], every[j]) for i, j in combinations(range(len(every)), 2)}
-    dealt = [_energy(table, set(kind), len(every)) for kind in combinations(range(len(every)), len(one))]
+    table = _table([*one, *other], distance)
+    count = len(one) + len(other)
+    dealt = [_energy(table, set(kind), count) for kind in combinations(range(count), len(one))]
     # The first way is the one at hand; sums of the same numbers in another order differ in the last digits.
     return round(sum(value >= dealt[0] - 1e-9 for value in dealt) / len(dealt), 4)
+
+
+def chance_together(
+    cases: Sequence[tuple[Sequence[T], Sequence[T]]], distance: Callable[[T, T], float], deals: int = 2000
+) -> float:
+    """``chance`` of several cases at once, each dealt among its own answers: share of ``deals`` random deals.
+
+    A difference that every case shows a little of is found; one case that is far apart by chance is none. 1 for no
+    cases.
+    """
+    tables = [(_table([*one, *other], distance), len(one), len(one) + len(other)) for one, other in cases]
+    found = sum(_energy(table, set(range(size)), count) for table, size, count in tables)
+    draw = random.Random(0)
+
+    def dealt() -> float:
+        return sum(_energy(table, set(draw.sample(range(count), size)), count) for table, size, count in tables)
+
+    # The deal at hand is one of them, so that no chance is 0.
+    return round((1 + sum(dealt() >= found - 1e-9 for _ in range(deals))) / (1 + deals), 4)
+
+
+def _table(every: Sequence[T], distance: Callable[[T, T], float]) -> dict[tuple[int, int], float]:
+    return {(i, j): distance(every[i], every[j]) for i, j in combinations(range(len(every)), 2)}
 
 
 def _energy(table: dict[tuple[int, int], float], kind: set[int], count: int) -> float:

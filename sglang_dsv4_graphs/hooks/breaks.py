@@ -171,15 +171,25 @@ class RangeBreaks:
         return self._break_for_sources(inner, layer, x, q_lora, positions)
 
     def around_backend_sources(
-        self, original: Call, backend: Any, *, layer: Any, x: Any, q_lora: Any, positions: Any, **kwargs: Any
+        self,
+        original: Call,
+        backend: Any,
+        *,
+        layer: Any,
+        x: Any,
+        q_lora: Any,
+        positions: Any,
+        forward_batch: Any,
+        **parts: bool,
     ) -> Any:
         """AROUND 0.5.22's attention backend: on Blackwell the model calls it without a break in between.
 
         There the engine captures its sources, from metadata that only a step of its own prefill graph has.
         """
         if not self._engine.capturing_range:
-            return original(backend, layer=layer, x=x, q_lora=q_lora, positions=positions, **kwargs)
-        return self._break_for_sources(self._ask_backend, layer, x, q_lora, positions)
+            rows = {"layer": layer, "x": x, "q_lora": q_lora, "positions": positions}
+            return original(backend, **rows, forward_batch=forward_batch, **parts)
+        return self._break_for_sources(self._ask_backend, layer, x, q_lora, positions, parts)
 
     def _break_for_sources(self, *args: Any) -> Any:
         return self._break("sources", self._run_sources, capture_stub=_skip)(*args)
@@ -189,12 +199,13 @@ class RangeBreaks:
         with self._engine.outside_range_capture(), self._engine.unmarked():
             run(*args)
 
-    def _ask_backend(self, layer: Any, x: Any, q_lora: Any, positions: Any) -> None:
+    def _ask_backend(self, layer: Any, x: Any, q_lora: Any, positions: Any, parts: dict[str, bool]) -> None:
         batch = self._engine.get_break_context().forward_batch
         rows = batch.global_num_token_non_padded_cpu
         if rows:
+            q_lora = None if q_lora is None else q_lora[:rows]
             self._engine.get_attn_backend().forward_low_ratio_sources(
-                layer=layer, x=x[:rows], q_lora=q_lora[:rows], positions=positions[:rows], forward_batch=batch
+                layer=layer, x=x[:rows], q_lora=q_lora, positions=positions[:rows], forward_batch=batch, **parts
             )
 
 

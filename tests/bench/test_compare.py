@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from sglang_dsv4_graphs.bench.compare import DISTANCE, Run, compared, top_distance
+from sglang_dsv4_graphs.bench.compare import DISTANCE, Run, chance, chance_together, compared, top_distance
 
 
 def run(first: float, *tokens: int) -> Run:
@@ -37,6 +37,23 @@ def test_noise_of_one_kind_is_no_difference() -> None:
         small = sum(row[key] <= 0.05 for row in rows)
         assert small <= 6, f"{small} of 40 by chance"
         assert sum(row[key] > 0.4 for row in rows) >= 12
+
+
+def test_cases_together_show_what_each_shows_a_little_of() -> None:
+    draw = random.Random(7)
+
+    def cases(shift: float) -> list[tuple[list[float], list[float]]]:
+        return [([draw.random() for _ in range(4)], [draw.random() + shift for _ in range(4)]) for _ in range(6)]
+
+    def apart(a: float, b: float) -> float:
+        return abs(a - b)
+
+    assert chance_together(cases(0.5), apart) < 0.01
+    assert all(chance(one, other, apart) > 0.01 for one, other in cases(0.5)), "which no case can show alone"
+    alike = [chance_together(cases(0.0), apart, 300) for _ in range(40)]
+    assert sum(found <= 0.05 for found in alike) <= 6
+    assert sum(found > 0.4 for found in alike) >= 12
+    assert chance_together([], apart) == 1.0
 
 
 def test_answers_without_a_common_token_are_far_apart() -> None:

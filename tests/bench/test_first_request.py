@@ -17,18 +17,31 @@ SCRIPT = ROOT / "benchmarks" / "gpu" / "first_request.py"
 SERVER = """
 import http.server, json, os, sys, time
 
-seen = []
+seen, connections = [], set()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self):
+        connections.add(self.client_address)
+        self.answer(200 if self.path == "/health" else 404, b"")
+
     def do_POST(self):
+        # On the connection that was opened before: what a client's first request costs itself is not the server's.
+        if self.client_address not in connections:
+            return self.answer(400, b"a new connection")
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert len(body["input_ids"]) == 128 and body["input_ids"] not in seen
-        time.sleep(float(os.environ["FIRST_S"]) if not seen and os.environ["SGLANG_DSV4_GRAPHS"] == "1" else 0.03)
+        time.sleep(abs(float(os.environ["FIRST_S"])) if not seen and os.environ["SGLANG_DSV4_GRAPHS"] == "1" else 0.03)
         seen.append(body["input_ids"])
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
+        self.answer(503 if os.environ["FIRST_S"] == "-1" else 200, b"{}")
 
 
 assert "--skip-server-warmup" not in sys.argv
@@ -66,6 +79,12 @@ def test_the_plugin_s_first_request_decides(tmp_path: Path, first_s: str, last: 
     rows = json.loads((tmp_path / "results" / "first-request.json").read_text())
     assert [(r["model"], r["variant"], len(r["ms"])) for r in rows] == [("rank", "plugin", 12), ("rank", "eager", 12)]
     assert rows[0]["first"] == rows[0]["ms"][0]
+
+
+def test_an_answer_that_is_none_is_an_error(tmp_path: Path) -> None:
+    done = run(tmp_path, "-1")
+    assert done.returncode == 1
+    assert "POST /generate: 503" in done.stderr
 
 
 def test_a_server_that_does_not_come_up_is_an_error(tmp_path: Path) -> None:

@@ -257,13 +257,15 @@ def test_the_backends_sources_of_0_5_22_break_where_the_model_does_not(rows: int
     engine.backend.forward_low_ratio_sources = sources
     x, q, positions = torch.randn(BUCKET, 4), torch.randn(BUCKET, 2), torch.arange(BUCKET)
     given = {"x": x, "q_lora": q, "positions": positions}
-    assert breaks.around_backend_sources(plain, "captured", layer="layer", forward_batch="captured", **given) is None
+    asked = given | {"layer": "layer", "forward_batch": "captured", "run_indexer": False}
+    assert breaks.around_backend_sources(plain, "captured", **asked) is None
     assert (engine.breaks, engine.stubs[0]("run", "layer", x, q, positions)) == (["_run_sources"], None)
     if not rows:
         assert ran == []
         return
     (got,) = ran
     assert (got.pop("layer"), got.pop("forward_batch")) == ("layer", engine.context.forward_batch)
+    assert got.pop("run_indexer") is False
     assert all(torch.equal(got[name], t[:rows]) for name, t in given.items())
     assert got.keys() == given.keys()
 
