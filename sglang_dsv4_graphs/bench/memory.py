@@ -6,9 +6,11 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 GIB = 1024.0
+PACKAGES = ("sglang", "torch", "triton")
 
 
 def used_gib(device: int = 0) -> float | None:
@@ -25,14 +27,22 @@ def used_gib(device: int = 0) -> float | None:
 
 
 def machine() -> dict[str, Any]:
-    """What a number depends on: GPUs, driver, host, Python."""
+    """What a number depends on: GPUs, driver, host, Python, packages that bring kernels."""
     return {
         "gpus": _nvidia_smi("name"),
         "driver": next(iter(_nvidia_smi("driver_version")), None),
         "host_cores": os.cpu_count(),
         "host": platform.platform(),
         "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _nvidia_smi(query: str) -> list[str]:

@@ -82,6 +82,8 @@ def test_memory_is_nvidia_smi_s(told: str, gib: float | None, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "torch", None)
     assert memory.used_gib() == gib
     assert memory.machine()["gpus"] == [told]
+    monkeypatch.setattr(memory, "PACKAGES", ("pytest", "no-such-package"))
+    assert memory.machine()["packages"] == {"pytest": pytest.__version__, "no-such-package": None}
 
 
 def test_the_reason_of_a_server_that_stayed_eager_is_found() -> None:
