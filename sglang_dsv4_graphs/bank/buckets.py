@@ -62,18 +62,19 @@ def dummy_lengths(rows: int, longest: int) -> list[int]:
     return [longest] * full + ([rest] if rest else [])
 
 
-# Kinds of steps that start other kernels: a tail of one request, a context that index layers need not score in part,
-# and (the largest bucket) one that they score everywhere.
-REHEARSED = (128, 1024)
+# Kinds of steps that start other kernels: a few rows (GEMMs of their own, and a number that is no multiple of 16, for
+# which Triton compiles variants), a tail of one request, a context that index layers need not score in part, and (the
+# largest bucket) one that they score everywhere.
+REHEARSED = (3, 128, 1024)
 
 
 def rehearsal_rows(buckets: Sequence[int], most_rows: int) -> tuple[int, ...]:
     """Rows of the steps that a server runs before its first request: one of each kind that it replays.
 
     Args:
-        buckets: all captured buckets; without any, only the smallest kind remains.
+        buckets: all captured buckets; without any, only the small kinds remain.
         most_rows: the most tokens that dummy requests can hold.
     """
     largest = max(buckets, default=0)
-    kinds = {REHEARSED[0], *(rows for rows in (*REHEARSED, largest) if 0 < rows <= largest)}
+    kinds = {*REHEARSED[:2], *(rows for rows in (*REHEARSED, largest) if 0 < rows <= largest)}
     return tuple(sorted({min(rows, most_rows) for rows in kinds}))

@@ -23,9 +23,11 @@ _TOKEN_STRIDE, _TOKEN_RANGE = 7919, 30011
 class Dummies:
     """Builds and runs dummy steps of one model runner."""
 
-    def __init__(self, engine: Engine, runner: Any, model: Any) -> None:
+    def __init__(self, engine: Engine, runner: Any, model: Any, eager_runner: Any = None) -> None:
         self._engine = engine
         self._runner = runner
+        # What loads a step's inputs; None where the engine did not tell before its captures.
+        self._eager_runner = eager_runner
         self._model = model
         self._context = int(runner.model_config.context_len)
         self._slots = int(runner.req_to_token_pool.size)
@@ -77,6 +79,11 @@ class Dummies:
             self._model.forward(batch.input_ids, batch.positions, batch, None)
 
     def run_whole(self, batch: Any) -> None:
-        """One forward of everything that a request runs, logits included."""
+        """One forward of everything that a request runs: its inputs loaded, logits, the likeliest token."""
+        if self._eager_runner is not None:
+            batch = self._engine.load_inputs(self._eager_runner, batch)
         with self.prepared(batch):
-            self._runner.model.forward(batch.input_ids, batch.positions, batch)
+            output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
+            logits = getattr(output, "next_token_logits", None)
+            if logits is not None:
+                torch.argmax(logits, -1)

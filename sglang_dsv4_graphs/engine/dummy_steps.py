@@ -41,6 +41,10 @@ class DummySteps(Targets):
         self.set_dp_buffer_len(batch.global_dp_buffer_len, batch.input_ids.shape[0], False, None)
         self.set_is_extend_in_batch(False)
 
+    def load_inputs(self, eager_runner: Any, batch: Any) -> Any:
+        """``batch`` over the static input buffers of the engine's eager runner, as its eager steps read theirs."""
+        return eager_runner.load_batch(batch)
+
     def extend_batch(self, *, runner: Any, lengths: list[int], input_ids: torch.Tensor) -> Any:
         """An extend of ``len(lengths)`` requests without prefix, every KV write to the padding slot 0.
 

@@ -164,6 +164,11 @@ CALLS = (
     ),
     Contract("eager_on_graph", _BREAKABLE + "breakable_cuda_graph.eager_on_graph", "fn=, capture_stub=, *, enable="),
     Contract("current_capture_var", _BREAKABLE + "breakable_cuda_graph._current_capture_var"),
+    Contract(
+        "load_batch",
+        _RUNNER + "runner.eager_runner.EagerRunner.load_batch",
+        "self, forward_batch, pp_proxy_tensors=, **kwargs",
+    ),
     Contract("graph_capture", _SRT + "distributed.parallel_state.graph_capture", "stream="),
     Contract("parallel_groups", _SRT + "distributed.parallel_state._groups"),
     Contract("set_graph_pool_id", _SRT + "distributed.device_communicators.pynccl_allocator.set_graph_pool_id"),

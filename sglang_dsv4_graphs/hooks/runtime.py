@@ -77,10 +77,10 @@ class Runtime:
             return original(model, *args, **kwargs)
         return served.run_loop(original, *args, **kwargs)
 
-    def before_captures(self, *, model_runner: Any, **_: Any) -> None:
+    def before_captures(self, *, model_runner: Any, eager_runner: Any, **_: Any) -> None:
         """BEFORE the engine captures prefill graphs: a workspace that grew later would strand what they captured."""
         for served in self._pending(model_runner):
-            self._begin(served, model_runner)
+            self._begin(served, model_runner, eager_runner)
 
     def before_startup(self, model_runner: Any) -> None:
         """BEFORE the engine's finalisation of its own captures."""
@@ -98,7 +98,7 @@ class Runtime:
         found = (self._served.get(module) for module in runner.model.modules())
         return [s for s in found if s is not None and s not in self._decided]
 
-    def _begin(self, served: ServedModel, runner: Any) -> None:
+    def _begin(self, served: ServedModel, runner: Any, eager_runner: Any = None) -> None:
         """Decide whether this server is ours, and grow."""
 
         try:
@@ -117,7 +117,7 @@ class Runtime:
         def part() -> None:
             if served in self._unbuilt:
                 raise self._unbuilt[served]
-            self._begun[served] = startup = begin(self.engine, served, runner, self.manager)
+            self._begun[served] = startup = begin(self.engine, served, runner, self.manager, eager_runner)
             startup.grow()
 
         self._together(served, "begin", part)

@@ -66,11 +66,13 @@ def make_ranks(engine: Engine) -> Ranks:
     return Ranks.of(parallel.tp_rank, parallel.tp_group.ranks)
 
 
-def begin(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> Startup:
+def begin(
+    engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager, eager_runner: Any = None
+) -> Startup:
     """Say that we are in, and make the sweep; it grows next, before the engine's captures as before ours."""
     banks = [name for name in BANKS if manager.has_plugin(name)]
     served.log.info("installed", engine=engine.version, banks=",".join(banks))
-    return make_startup(engine, served, runner, manager)
+    return make_startup(engine, served, runner, manager, eager_runner)
 
 
 def finish(startup: Startup, runner: Any, manager: pluggy.PluginManager) -> None:
@@ -82,7 +84,9 @@ def finish(startup: Startup, runner: Any, manager: pluggy.PluginManager) -> None
     startup.rehearse(getattr(runner, "forward_stream", None))
 
 
-def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager) -> Startup:
+def make_startup(
+    engine: Engine, served: ServedModel, runner: Any, manager: pluggy.PluginManager, eager_runner: Any = None
+) -> Startup:
     model = served.model
     probe = Probe(runner, runner.attn_backend, model)
 
@@ -92,7 +96,7 @@ def make_startup(engine: Engine, served: ServedModel, runner: Any, manager: plug
 
     return Startup(
         served=served,
-        dummies=Dummies(engine, runner, model),
+        dummies=Dummies(engine, runner, model, eager_runner),
         backend=make_backend(engine, served, runner, manager),
         make_guard=guard,
         ranks=served.ranks,

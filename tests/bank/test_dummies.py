@@ -16,6 +16,11 @@ from sglang_dsv4_graphs.bank.dummies import Dummies  # noqa: E402
 class Engine:
     def __init__(self) -> None:
         self.done: list[Any] = []
+        self.loads: list[Any] = []
+
+    def load_inputs(self, eager_runner: Any, batch: Any) -> Any:
+        self.loads.append((eager_runner, batch))
+        return SimpleNamespace(input_ids="loaded", positions="positions")
 
     def extend_batch(self, *, runner: Any, lengths: list[int], input_ids: torch.Tensor) -> Any:
         return SimpleNamespace(runner=runner, lengths=lengths, input_ids=input_ids, positions="positions")
@@ -36,7 +41,9 @@ class Engine:
         self.done.append(("metadata", backend, runner, batch))
 
 
-def make(context: int = 100, slots: int = 4, vocabulary: int = 50_000) -> tuple[Engine, Any, Dummies]:
+def make(
+    context: int = 100, slots: int = 4, vocabulary: int = 50_000, eager_runner: Any = None
+) -> tuple[Engine, Any, Dummies]:
     engine = Engine()
 
     def forward(which: str) -> Any:
@@ -50,7 +57,7 @@ def make(context: int = 100, slots: int = 4, vocabulary: int = 50_000) -> tuple[
         model=SimpleNamespace(forward=forward("whole")),
     )
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocabulary), forward=forward("layers"))
-    return engine, runner, Dummies(engine, runner, model)  # type: ignore[arg-type]
+    return engine, runner, Dummies(engine, runner, model, eager_runner)  # type: ignore[arg-type]
 
 
 def test_limits() -> None:
@@ -99,6 +106,7 @@ def test_a_dummy_step_is_prepared_as_a_real_one(run: str, forward: str) -> None:
     batch = dummies.batch(5)
     getattr(dummies, run)(batch)
     last = (None,) if forward == "layers" else ()
+    assert not engine.loads
     assert engine.done == [
         ("enter", "model", runner),
         ("enter", "context", "backend", batch),
@@ -107,3 +115,21 @@ def test_a_dummy_step_is_prepared_as_a_real_one(run: str, forward: str) -> None:
         ("exit", "context"),
         ("exit", "model"),
     ]
+
+
+def test_everything_that_a_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs loaded by the engine's eager runner, and the likeliest token of the logits."""
+    engine, runner, dummies = make(eager_runner="eager")
+    logits, chosen = torch.randn(2, 7), []
+    whole = runner.model.forward
+    runner.model.forward = lambda *args: whole(*args) or SimpleNamespace(next_token_logits=logits)
+    monkeypatch.setattr(torch, "argmax", lambda *args: chosen.append(args))
+    batch = dummies.batch(5)
+    dummies.run_whole(batch)
+    assert engine.loads == [("eager", batch)]
+    (forward,) = [done for done in engine.done if done[0] == "whole"]
+    assert forward[2] == "loaded"
+    assert chosen == [(logits, -1)]
+    # Layers alone, for captures, take the batch as it is.
+    dummies.run(batch)
+    assert len(engine.loads) == 1

@@ -561,8 +561,8 @@ def test_the_rehearsal_runs_everything_on_the_serving_stream() -> None:
     s.dummies.run_whole = lambda batch: open_during.append(s.world.served.ready) or run(batch)  # type: ignore[method-assign]
     s.world.served.ready = False
     s.startup.rehearse("stream")
-    assert s.dummies.runs == [("whole", 60)]
-    assert (open_during, s.world.served.ready) == ([True], False)
+    assert s.dummies.runs == [("whole", 3), ("whole", 60)]
+    assert (open_during, s.world.served.ready) == ([True, True], False)
     assert s.device.streams == ["stream"]
     assert not s.world.served.rehearsing
 
@@ -575,9 +575,9 @@ def test_the_rehearsal_runs_each_kind_of_step() -> None:
     run = s.dummies.run_whole
     s.dummies.run_whole = lambda batch: seen.append((served.ready, served.rehearsing)) or run(batch)  # type: ignore[method-assign]
     s.startup.rehearse("stream")
-    # The largest bucket, and a tail of one request.
-    assert s.dummies.runs == [("whole", 16), ("whole", 128)]
-    assert seen == [(True, True)] * 2
+    # A few rows, the largest bucket, and a tail of one request.
+    assert s.dummies.runs == [("whole", 3), ("whole", 16), ("whole", 128)]
+    assert seen == [(True, True)] * 3
     assert not served.ready
     assert not served.rehearsing
 

@@ -46,6 +46,7 @@ class Process:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, facts: ServerFacts, **settings: Any) -> None:
         self.done: list[tuple[str, ServedModel]] = []
         self.fails: dict[str, Exception] = {}
+        self.eager_runners: list[Any] = []
         self.manager = make_manager(third_parties=False)
         engine = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=0, tp_size=1))
         self.runtime = Runtime(engine, Settings(**settings), self.manager, RankLog())  # type: ignore[arg-type]
@@ -58,7 +59,8 @@ class Process:
         if part in self.fails:
             raise self.fails[part]
 
-    def begin(self, engine: Any, served: ServedModel, runner: Any, manager: Any) -> Any:
+    def begin(self, engine: Any, served: ServedModel, runner: Any, manager: Any, eager_runner: Any) -> Any:
+        self.eager_runners.append(eager_runner)
         self._do("begin", served)
         return SimpleNamespace(
             served=served,
@@ -149,6 +151,13 @@ def test_startup_in_two_parts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [part for part, _ in process.done] == PARTS
 
 
+def test_the_engines_eager_runner_goes_into_the_startup(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, ORDINARY)
+    runner = Runner(process.build(), process.build())
+    process.runtime.before_captures(model_runner=runner, eager_runner="eager")
+    assert process.eager_runners == ["eager", "eager"]
+
+
 def test_startup_where_the_engine_captures_no_prefill_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, ORDINARY)
     process.runtime.before_startup(Runner(process.build()))
@@ -166,7 +175,7 @@ def test_hooks_return_nothing_that_the_engine_would_take(monkeypatch: pytest.Mon
     process = Process(monkeypatch, ORDINARY)
     runner = Runner(process.build())
     assert process.runtime.after_model_built(None, Decoder()) is None
-    assert process.runtime.before_captures(model_runner=runner) is None
+    assert process.runtime.before_captures(model_runner=runner, eager_runner=None) is None
     assert process.runtime.before_startup(runner) is None
 
 

@@ -37,8 +37,8 @@ def test_grow_then_the_larger_first_and_full_layer_first(servers: Servers) -> No
     captures = [(FULL_LAYER, 256), (FULL_LAYER, 128), (FULL_LAYER, 64), (DECODER_REPLAY, 256), (DECODER_REPLAY, 128)]
     steps = [("step", rows) for _, rows in captures]
     # Workspaces reach their size before any capture.
-    # A tail of one request, then the largest bucket.
-    rehearsed = [("step", 128), ("step", 256)]
+    # A few rows, a tail of one request, then the largest bucket.
+    rehearsed = [("step", 3), ("step", 128), ("step", 256)]
     assert events == [("step", LARGE), *(e for pair in zip(steps, captures, strict=True) for e in pair), *rehearsed]
     messages = [line.split(" gib")[0].split(" segments")[0] for line in server.log.lines]
     assert messages == [
@@ -103,6 +103,38 @@ def test_the_workspace_is_held_before_the_engine_captures(servers: Servers, monk
     engine.capture_cuda_graphs(model_runner=server.runner, finalize=False)
     assert server.served.stand_down is None
     assert events == ["eager runner", "held for the engine's stream", "prefill captures", "decode captures"]
+
+
+def test_the_rehearsal_loads_its_inputs_as_the_engines_eager_steps_do(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine's own runner and buffers: their kernels are loaded, and compiled, before the first request."""
+    import torch
+    from sglang.srt.model_executor.cuda_graph_buffer_registry import build_eager_registry
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup as engine
+    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+    loaded: list[tuple[int, bool]] = []
+
+    def in_the_engines_order(runner: Any) -> None:
+        eager = object.__new__(EagerRunner)
+        eager._eager_registry = registry = build_eager_registry(
+            device=torch.device("cpu"), max_bs=16, max_num_token=2 * LARGE, cache_loc_dtype=torch.int64
+        )
+        monkeypatch.setattr(engine, "PrefillCudaGraphRunner", lambda *a, **k: None)
+        engine.capture_prefill_graph(model_runner=runner, eager_runner=eager)
+        forward = runner.model.forward
+
+        def noted(input_ids: Any, positions: Any, batch: Any) -> Any:
+            buffers = [registry.get_slot(name).buffer.data_ptr() for name in ("input_ids", "positions")]
+            loaded.append((input_ids.shape[0], [input_ids.data_ptr(), positions.data_ptr()] == buffers))
+            return forward(input_ids, positions, batch)
+
+        runner.model.forward = noted
+
+    server = servers.own(SMALL, prepare=in_the_engines_order, chunked_prefill_size=LARGE)
+    assert server.served.stand_down is None
+    assert loaded == [(3, True), (128, True), (256, True)]
 
 
 def test_nothing_of_the_rehearsal_is_left(servers: Servers) -> None:
