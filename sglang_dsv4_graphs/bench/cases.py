@@ -1,4 +1,4 @@
-"""What is asked of a server: cold prompts, prefix hits, batches, chunked prompts. Pure functions of numbers.
+"""What is asked of a server: cold prompts, bucket edges, prefix hits, batches, chunked prompts. Pure functions of numbers.
 
 Prompts of one case never repeat within a process: the radix cache is on, and a prompt seen before has nothing left to
 prefill. Two processes get the same prompts in the same order, so that variants answer the same questions.
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from sglang_dsv4_graphs.bench.errors import BenchError
 
 COLD = (64, 128, 256, 1000, 2048, 4096, 8192)
+# One token more than a bucket holds: the most padding.
+EDGES = (65, 129, 257, 1025, 2049, 3073, 4097, 5121, 6145, 7169, 7937)
 HITS = (1, 30, 128, 300, 600, 1000, 2000)
 PREFIX = 16384
 BATCHES = (2, 4, 8, 16)
 BATCH_TOKENS = 200
 CHUNKED = 32768
-GROUPS = ("cold", "hits", "batches", "chunked")
+GROUPS = ("cold", "edges", "hits", "batches", "chunked")
 # Token ids below this are special in the model's vocabulary, and ids are drawn below the other.
 _FIRST_ID, _LAST_ID = 3, 120000
 
@@ -57,6 +59,7 @@ def cases_of(groups: Iterable[str]) -> list[Case]:
     wanted = set(groups)
     made = {
         "cold": [Case("cold", f"cold {n}", n) for n in COLD],
+        "edges": [Case("edges", f"edge {n}", n) for n in EDGES],
         "hits": [Case("hits", f"hit {n} on {PREFIX}", n, prefix=PREFIX) for n in HITS],
         "batches": [Case("batches", f"batch {n} x {BATCH_TOKENS}", BATCH_TOKENS, requests=n) for n in BATCHES],
         "chunked": [Case("chunked", f"chunked {CHUNKED}", CHUNKED)],

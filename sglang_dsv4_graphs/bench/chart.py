@@ -10,7 +10,13 @@ from sglang_dsv4_graphs.bench.errors import BenchError
 
 MISSING = "no chart: matplotlib is not installed; pip install 'sglang-dsv4-graphs[bench]', then bench --redraw DIR"
 _COLOURS = {"eager": "#7f7f7f", "prefill-graph": "#ff7f0e", "plugin": "#1f77b4", "plugin+prefill-graph": "#2ca02c"}
-_TITLES = {"cold": "cold prompts", "hits": "new tokens on a cached prefix", "batches": "batches", "chunked": "chunked"}
+_TITLES = {
+    "cold": "cold prompts",
+    "edges": "one token more than a bucket",
+    "hits": "new tokens on a cached prefix",
+    "batches": "batches",
+    "chunked": "chunked",
+}
 
 
 def available() -> bool:

@@ -248,7 +248,7 @@ def test_throughput_says_what_the_server_said(site: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--cases", "warm"], "'warm': warm is no case; give cold,hits,batches,chunked or none"),
+        (["--cases", "warm"], "'warm': warm is no case; give cold,edges,hits,batches,chunked or none"),
         (["--variants", "eager,eager"], "give each variant once"),
         (["--variants", "fast"], "fast is no variant; there are eager, prefill-graph, plugin, plugin+prefill-graph"),
         (["--toggle", "--decode", "4", "--compare", "warm"], "--compare 'warm': warm is no case"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dsv4_graphs.bank.buckets import full_layer_buckets
 from sglang_dsv4_graphs.bench import busy, cases, chart, memory, results, variants
 from sglang_dsv4_graphs.bench.breakdown import reduce_steps
 from sglang_dsv4_graphs.bench.errors import BenchError
@@ -28,6 +29,13 @@ def test_cases_are_those_that_were_asked_for() -> None:
     assert [c.tokens for c in cases.cases_of(["cold"])] == [64, 128, 256, 1000, 2048, 4096, 8192]
     assert [c.name for c in cases.cases_of(["chunked", "batches"])][-1] == "chunked 32768"
     assert cases.parse_groups("none") == []
+    assert set(cases.GROUPS) == set(chart._TITLES)
+
+
+def test_edges_pad_most() -> None:
+    buckets = full_layer_buckets(-1, 8192, 1 << 20)
+    for case in cases.cases_of(["edges"]):
+        assert case.tokens - 1 in buckets
     assert cases.parse_groups(" hits, cold") == ["hits", "cold"]
 
 
