@@ -1,4 +1,4 @@
-"""What is asked of a server: cold prompts, bucket edges, prefix hits, batches, chunked prompts. Pure functions of numbers.
+"""What is asked of a server: cold prompts, bucket edges, prefix hits, batches, chunks. Pure functions of numbers.
 
 Prompts of one case never repeat within a process: the radix cache is on, and a prompt seen before has nothing left to
 prefill. Two processes get the same prompts in the same order, so that variants answer the same questions.
