@@ -21,7 +21,7 @@ MODES = {"both": (True, True), "graph": (True, False), "eager": (False, False), 
 # The engine's own ways come first: what fails there is not ours.
 COMPARED = ("eager", "graph", "both")
 # Answers of each way where the engine's kernels are not deterministic, and the chance below which ways are not alike.
-# A case may be the only one of its kind: of four answers each, 2 of 70 deals are as far apart as any, and nothing fails.
+# A case may be the only one of its kind: with four answers each, 2 of 70 deals lie as far apart as any, and none fails.
 REPEATS, UNLIKELY = 6, 0.01
 TOP = 20
 SMALL = [64, 128, 256, 1024, 2048]
