@@ -39,6 +39,18 @@ def test_noise_of_one_kind_is_no_difference() -> None:
         assert sum(row[key] > 0.4 for row in rows) >= 12
 
 
+def test_what_is_within_both_kinds_counts() -> None:
+    """By hand: each kind's own distances, a kind's with itself too, are taken off what is between them."""
+
+    def apart(a: float, b: float) -> float:
+        return abs(a - b)
+
+    # As far apart as any deal, beside the same deal with the kinds in turn.
+    assert chance([0.0] * 4, [1.0, 2.0, 3.0, 4.0], apart) == round(2 / 70, 4)
+    # 0.6 by what is between alone, 0.73 by the mean of distinct pairs.
+    assert chance([1.0, 4.0], [0.0, 2.0, 0.0, 3.0], apart) == round(8 / 15, 4)
+
+
 def test_cases_together_show_what_each_shows_a_little_of() -> None:
     draw = random.Random(7)
 
