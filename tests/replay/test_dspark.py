@@ -130,7 +130,7 @@ def test_captures_where_the_engines_dummy_run_refuses(servers: Servers) -> None:
     assert (server.bank(FULL_LAYER).buckets, server.bank(DECODER_REPLAY).buckets) == ((64,), (128,))
     assert "EXTEND dummy" in refusal(server.runner)
     # The largest step, a capture for each bucket, and the rehearsal.
-    assert [rows for *_, rows in steps] == [CHUNK, 64, 128, 128]
+    assert [rows for *_, rows in steps] == [CHUNK, 64, 128, 3, 128]
     assert {step[:2] for step in steps} == {(ForwardMode.EXTEND, server.runner.spec_algorithm)}
     story = Story(server, Judge.of(server))
     assert len(compare(server, story, {"a": 61}, [1, 6])) == 2
