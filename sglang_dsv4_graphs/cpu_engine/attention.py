@@ -209,18 +209,19 @@ class CpuAttentionBackend:
     ) -> Tensor:
         """Attention of ``q`` [rows, heads, dim] over each row's window, its selected rows and the sink.
 
-        Rows that the step's metadata does not have come out as zeros; nobody reads them.
+        Raises:
+            ValueError: for more rows than the step's metadata has: padding got here as if it were real.
         """
         if k is not v or save_kv_cache:
             raise NotImplementedError("keys are values here, and the model has stored them")
         core, pool = self._step.core_attn_metadata, self.token_to_kv_pool
-        rows = min(q.shape[0], core.rows)
+        rows = q.shape[0]
+        if rows > core.rows:
+            raise ValueError(f"{rows} rows attend, the step has {core.rows}")
         slots = core.swa_page_indices[:rows]
         keys, present = pool.rows(pool.swa[layer.layer_id], slots), slots >= 0
         if compress_ratio:
             chosen = core.sparse_page_indices(compress_ratio)[:rows]
             compressed = pool.rows(pool.compressed[pool.source_of(layer.layer_id)], chosen)
             keys, present = torch.cat([keys, compressed], dim=1), torch.cat([present, chosen >= 0], dim=1)
-        out = q.new_zeros(q.shape)
-        out[:rows] = attend(q[:rows].float(), keys.float(), present, attn_sink.float(), layer.scaling).to(q.dtype)
-        return out
+        return attend(q.float(), keys.float(), present, attn_sink.float(), layer.scaling).to(q.dtype)
