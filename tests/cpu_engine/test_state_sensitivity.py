@@ -84,6 +84,23 @@ def test_metadata_of_an_older_step(second_chunk: Any) -> None:
     assert difference(hidden[right.tail_rows], right.tail) > VISIBLE
 
 
+def test_rows_that_the_step_does_not_have(second_chunk: Any) -> None:
+    """Padding that attends as if it were real."""
+    import torch
+
+    runner, batch, _, _ = second_chunk
+    backend = runner.attn_backend
+    backend.init_forward_metadata(batch)
+    layer, rows = runner.model.model.layers[0].self_attn.attn_mqa, batch.input_ids.shape[0]
+    q, k = torch.zeros(rows + 1, layer.tp_q_head_num, layer.head_dim), torch.zeros(1)
+    sink = torch.zeros(layer.tp_q_head_num)
+    with pytest.raises(ValueError, match=f"{rows + 1} rows attend, the step has {rows}"):
+        backend.forward(q=q, k=k, v=k, layer=layer, forward_batch=batch, compress_ratio=0, attn_sink=sink)
+    assert backend.forward(
+        q=q[:rows], k=k, v=k, layer=layer, forward_batch=batch, compress_ratio=0, attn_sink=sink
+    ).shape == (rows, layer.tp_q_head_num, layer.head_dim)
+
+
 def test_table_rows_of_another_request(second_chunk: Any) -> None:
     runner, batch, _, right = second_chunk
     table = runner.req_to_token_pool.req_to_token
