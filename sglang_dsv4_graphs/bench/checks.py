@@ -3,8 +3,9 @@
 Outputs can only be compared within one process: kernels differ from run to run, and random weights amplify rounding.
 So this runs where the graphs live. It builds extend steps whose requests own real KV slots, with other tokens, lengths
 and positions than the captures had, and compares per row count: replay with eager on the same padded rows, eager with
-itself, replay with itself. Then it replays in random order, frees and fills memory between, and compares with the first
-replay of the same rows; row counts at which eager does not equal itself are listed apart, since there nothing can.
+itself, replay with itself; where eager differs from itself, also whether some row of the replays lies apart. Then it
+replays in random order, frees and fills memory between, and compares with the first replay of the same rows; row counts
+at which eager does not equal itself are listed apart, since there nothing can.
 It writes over KV of cached prompts: flush the radix cache afterwards.
 """
 
@@ -22,10 +23,13 @@ from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.range_bank import repeatable
 from sglang_dsv4_graphs.bank.shadow import largest_difference
 from sglang_dsv4_graphs.bank.sweep import Startup
+from sglang_dsv4_graphs.bench.apart import rows_apart
 from sglang_dsv4_graphs.bench.results import write_json
 from sglang_dsv4_graphs.engine.facts import TAIL_ROWS_PER_REQUEST
 
 CHURN = 50
+# Runs of each kind where eager does not equal itself.
+ANSWERS = 4
 PAGE = 256
 _FIRST_ID, _LAST_ID = 3, 100000
 _GARBAGE_MIB, _GARBAGE_BLOCKS = 64, 4
@@ -90,7 +94,7 @@ class BankChecks:
             eager = bank.run_eagerly(bucket, live, batch).cloned()
             again = bank.run_eagerly(bucket, live, batch).cloned()
             replay_again = bank.replay(bucket, live, batch).cloned()
-            return {
+            found = {
                 "rows": live.rows,
                 "bucket": bucket,
                 "requests": batch.batch_size,
@@ -100,8 +104,21 @@ class BankChecks:
                 "mean_abs": float(eager.residual.float().abs().mean()),
                 "finite": bool(torch.isfinite(replay.residual).all()),
             }
+            if found["eager_vs_eager"] != 0.0:
+                found["apart"] = self._apart(live, batch, [replay, replay_again], [eager, again])
+            return found
 
         return self._step(rows, rows, visit)
+
+    def _apart(
+        self, live: RangeInputs, batch: Any, replays: list[RangeOutputs], eager: list[RangeOutputs]
+    ) -> dict[str, Any]:
+        """Whether some row of the replays lies apart from that of eager runs, with more of both."""
+        bucket = self._bucket(live.rows)
+        for _ in range(ANSWERS - 2):
+            replays.append(self._bank.replay(bucket, live, batch).cloned())
+            eager.append(self._bank.run_eagerly(bucket, live, batch).cloned())
+        return rows_apart([r.residual for r in replays], [r.residual for r in eager])
 
     def churn(self, rows: Sequence[int], unsteady: set[int]) -> Report:
         """Replays in random order with the allocator's memory freed and filled between."""

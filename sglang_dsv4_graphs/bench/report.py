@@ -107,6 +107,7 @@ def checks_table(report: Result) -> str:
         "eager differs from itself",
         "largest elsewhere",
         "in churn",
+        "least chance",
     ]
     lines = []
     for name, bank in report.items():
@@ -114,7 +115,10 @@ def checks_table(report: Result) -> str:
         churn = bank.get("churn", {}).get("eager_equals_itself", {})
         worst = max((r["replay_vs_eager"] for r in steady), default=None)
         equal = sum(r["replay_vs_eager"] == 0.0 for r in bank["rows"])
-        cells = [len(bank["rows"]), equal, len(bank["rows"]) - len(steady), worst, churn.get("largest_difference")]
+        # Of a row in which replays lie apart, where eager does not equal itself.
+        chance = min((r["apart"]["chance"] for r in bank["rows"] if "apart" in r), default=None)
+        unsteady = len(bank["rows"]) - len(steady)
+        cells = [len(bank["rows"]), equal, unsteady, worst, churn.get("largest_difference"), chance]
         lines.append([name, *(_number(c, 6) for c in cells)])
     return align(titles, lines)
 
