@@ -15,6 +15,7 @@ from sglang_dsv4_graphs.bench.patches import Call, Patches
 KINDS = {
     "_run_store_and_attention": "K store and attention",
     "_run_attention": "attention",
+    "_run_sources": "low-ratio sources",
     "_store_live_rows": "K store",
     "deepseek_v4_attention_with_output": "attention",
     "deepseek_v4_low_ratio_sources": "low-ratio sources",
@@ -22,8 +23,6 @@ KINDS = {
 }
 _ENGINE_PREFIX = "bcg_"
 MERGED = "_run_store_and_attention"
-# A break of ours that calls what it is given: its first argument is the function that tells of it.
-_PASSES_ON = "_call"
 
 
 class TimedPart:
@@ -89,13 +88,8 @@ def merged_store_owner(recording: Any) -> Any:
 
 
 def _called(call: Call) -> Any:
-    """The function behind a break: the engine's wrapper closes over it, ours may pass on to another."""
-    held = list(_closed_over(call))
-    function = next((v for v in held if callable(v) and hasattr(v, "__name__")), call)
-    if getattr(function, "__name__", None) == _PASSES_ON:
-        arguments = next((v for v in held if isinstance(v, tuple) and v), ())
-        return next((a for a in arguments if callable(a)), function)
-    return function
+    """The function behind a break: the engine's wrapper closes over it."""
+    return next((v for v in _closed_over(call) if callable(v) and hasattr(v, "__name__")), call)
 
 
 def _closed_over(call: Call) -> Iterator[Any]:

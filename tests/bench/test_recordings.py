@@ -22,16 +22,15 @@ class Breaks:
         self._store_live_rows()
         self._log.append("attend")
 
+    def _run_sources(self, inner: Callable[..., Any], *args: Any) -> None:
+        inner(*args)
+
     def _store_live_rows(self) -> None:
         self._log.append("store")
 
 
-def bcg_deepseek_v4_low_ratio_sources(log: list[str]) -> None:
+def sources(log: list[str]) -> None:
     log.append("sources")
-
-
-def _call(inner: Callable[..., Any], *args: Any) -> None:
-    inner(*args)
 
 
 def replay_function(captured_inner: Any, *captured_args: Any) -> Callable[[], Any]:
@@ -55,7 +54,7 @@ class Segment:
 def graph_recording(log: list[str]) -> Any:
     breaks = Breaks(log)
     calls = [
-        replay_function(_call, bcg_deepseek_v4_low_ratio_sources, log),
+        replay_function(breaks._run_sources, sources, log),
         replay_function(breaks._run_store_and_attention, "x"),
     ]
     return SimpleNamespace(_graph=SimpleNamespace(_segments=[Segment(log, i) for i in range(3)], _break_fns=calls))
@@ -104,7 +103,9 @@ def test_merged_breaks_tell_whose_store_they_run() -> None:
     log: list[str] = []
     owner = merged_store_owner(graph_recording(log))
     assert isinstance(owner, Breaks)
-    single = SimpleNamespace(_graph=SimpleNamespace(_segments=[], _break_fns=[replay_function(_call, print)]))
+    single = SimpleNamespace(
+        _graph=SimpleNamespace(_segments=[], _break_fns=[replay_function(Breaks(log)._run_sources, print)])
+    )
     assert merged_store_owner(single) is None
 
 
