@@ -33,7 +33,7 @@ TOKENS, REQUESTS, WITHIN = 128, 12, 1.5
 
 class Client:
     """One connection to a server, opened before anything is timed: what a client's first request costs itself (in
-    ``urllib`` an SSL context, some 30 ms) is not the server's. Opened, and no more: ``GET /health`` has the engine run
+    ``urllib`` an SSL context, some 40 ms) is not the server's. Opened, and no more: ``GET /health`` has the engine run
     a request of one token, and the first that is timed would be the second."""
 
     def __init__(self, port: int) -> None:

@@ -36,7 +36,7 @@ class CompressorBreaks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """AROUND ``DeepseekV4AttnBackend._low_ratio_pair_partners``: kv and score [rows, dim] of each row's partner."""
         shared = self._engine.step_shared
-        if shared is None or not pos.shape[0] or kv.dtype != score.dtype:
+        if shared is None:
             return original(backend, layer_id=layer_id, kv=kv, score=score, req=req, pos=pos, pad=pad)
         state = backend.token_to_kv_pool.get_attention_compress_states(layer_id)
         metadata = backend.forward_metadata.core_metadata

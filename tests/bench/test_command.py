@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,21 @@ def test_throughput_says_what_the_server_said(site: Path, tmp_path: Path) -> Non
     assert "no such flag, says the fake" in done.stdout
 
 
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """What the command says to arguments with which it cannot run."""
+    monkeypatch.setattr(command, "check_installed", lambda: None)
+
+    def said(*arguments: str) -> str:
+        assert cli.main(["bench", *arguments]) == 2
+        return capsys.readouterr().err
+
+    return said
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -266,17 +282,9 @@ def test_throughput_says_what_the_server_said(site: Path, tmp_path: Path) -> Non
         (["--out", "/dev/null/x"], "--out /dev/null/x: Not a directory"),
     ],
 )
-def test_bad_arguments_are_named(
-    arguments: list[str],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(command, "check_installed", lambda: None)
+def test_bad_arguments_are_named(refusal: Refusal, arguments: list[str], problem: str, tmp_path: Path) -> None:
     out = [] if "--out" in arguments else ["--out", str(tmp_path)]
-    assert cli.main(["bench", "--gpu", *out, *arguments]) == 2
-    assert problem in capsys.readouterr().err
+    assert problem in refusal("--gpu", *out, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -289,16 +297,10 @@ def test_bad_arguments_are_named(
     ],
 )
 def test_options_for_servers_are_refused_without_a_gpu(
-    arguments: list[str],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    refusal: Refusal, arguments: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "check_installed", lambda: None)
     monkeypatch.setattr(command, "_has_gpu", lambda: False)
-    assert cli.main(["bench", "--out", str(tmp_path / "out"), *arguments]) == 2
-    assert problem in capsys.readouterr().err
+    assert problem in refusal("--out", str(tmp_path / "out"), *arguments)
     assert not (tmp_path / "out").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -29,28 +30,10 @@ def test_sources_break_where_the_engine_captures_them(
         def forward_low_ratio_sources(self, **kwargs: Any) -> None:
             DeepseekV4AttnBackend.forward_low_ratio_sources(self, **kwargs)
 
-    def sources(
-        self: Any,
-        *,
-        layer: Any,
-        x: Any,
-        q_lora: Any,
-        positions: Any,
-        forward_batch: Any,
-        run_compressor: bool = True,
-        run_indexer: bool = True,
-    ) -> None:
+    @wraps(DeepseekV4AttnBackend.forward_low_ratio_sources)  # its signature is checked
+    def sources(self: Any, **kwargs: Any) -> None:
         assert not DeepseekV4AttnBackend._low_ratio_in_prefill_graph(self)
-        CpuAttentionBackend.forward_low_ratio_sources(
-            self,
-            layer=layer,
-            x=x,
-            q_lora=q_lora,
-            positions=positions,
-            forward_batch=forward_batch,
-            run_compressor=run_compressor,
-            run_indexer=run_indexer,
-        )
+        CpuAttentionBackend.forward_low_ratio_sources(self, **kwargs)
 
     # Before the plugin is installed: its hook goes around this.
     monkeypatch.setattr(DeepseekV4AttnBackend, "forward_low_ratio_sources", sources)
