@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4_graphs.bench.cases import GROUPS, cases_of
 from sglang_dsv4_graphs.bench.errors import BenchError
 
 MISSING = "no chart: matplotlib is not installed; pip install 'sglang-dsv4-graphs[bench]', then bench --redraw DIR"
@@ -17,6 +18,8 @@ _TITLES = {
     "batches": "batches",
     "chunked": "chunked",
 }
+# By the first word of a case's name, which is all that a record says of it.
+_GROUP_OF = {case.name.split()[0]: case.group for case in cases_of(GROUPS)}
 
 
 def available() -> bool:
@@ -59,8 +62,7 @@ def draw(bench: dict[str, Any], path: Path) -> None:
 def _by_group(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}
     for case, row in summary.items():
-        group = {"hit": "hits", "batch": "batches"}.get(case.split()[0], case.split()[0])
-        groups.setdefault(group, {})[case] = row
+        groups.setdefault(_GROUP_OF[case.split()[0]], {})[case] = row
     return groups
 
 

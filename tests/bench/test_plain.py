@@ -29,7 +29,13 @@ def test_cases_are_those_that_were_asked_for() -> None:
     assert [c.tokens for c in cases.cases_of(["cold"])] == [64, 128, 256, 1000, 2048, 4096, 8192]
     assert [c.name for c in cases.cases_of(["chunked", "batches"])][-1] == "chunked 32768"
     assert cases.parse_groups("none") == []
-    assert set(cases.GROUPS) == set(chart._TITLES)
+
+
+def test_every_case_has_its_panel_in_the_chart() -> None:
+    measured = {case.name: {} for case in cases.cases_of(cases.GROUPS)}
+    panels = chart._by_group(measured)
+    assert list(panels) == list(cases.GROUPS)
+    assert set(panels) == set(chart._TITLES)
 
 
 def test_edges_pad_most() -> None:
