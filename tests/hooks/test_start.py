@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,7 +306,9 @@ def test_the_order_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
         @hookimpl
         def dsv4_graphs_startup(self, startup: Any) -> None:
             startup.capture()
+            collected.append(gc.get_freeze_count() > 0)
 
+    collected: list[bool] = []
     served, manager = Served(), make_manager(third_parties=False)
     manager.register(Captures())
     steps, runner = Steps(served), Runner()
@@ -319,6 +322,8 @@ def test_the_order_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rehearse", False, "serving stream"),  # opens the path that serves for itself alone
     ]
     assert not served.ready  # until all ranks have come here
+    # Each release of the sweep collects, and half a second each would be lost on what no capture made.
+    assert (collected, gc.get_freeze_count()) == ([True], 0)
 
 
 def test_a_failed_capture_leaves_the_step_path_closed() -> None:
