@@ -25,6 +25,7 @@ from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
 from sglang_dsv4_graphs.bank.query_pad import QueryPad
 from sglang_dsv4_graphs.bank.statics import StaticRows
+from sglang_dsv4_graphs.bank.trial import SEVERAL
 from sglang_dsv4_graphs.breaks.shared import StepShared
 
 # (real rows, bucket rows, sharded) -> rows of this rank's shard
@@ -96,6 +97,8 @@ class Bank:
         self.captured_layers = captured_layers
         self.guard = guard
         self.retired: str | None = None
+        # The largest bucket that pays for a step of fewer than ``SEVERAL`` requests; None: every one does.
+        self.largest_for_few: int | None = None
         self._backend = backend
         self._local_rows = local_rows
         self._free_bytes = free_bytes
@@ -138,6 +141,10 @@ class Bank:
 
     def bucket_for(self, rows: int) -> int | None:
         return bucket_for(rows, self._buckets)
+
+    def pays(self, bucket: int, requests: int) -> bool:
+        """Whether a step of ``requests`` requests is faster in ``bucket`` than run eagerly."""
+        return self.largest_for_few is None or bucket <= self.largest_for_few or requests >= SEVERAL
 
     def takes(self, live: RangeInputs) -> bool:
         """Whether ``live`` are rows of the type that was captured; any others must run eagerly."""

@@ -64,9 +64,10 @@ def server_reason(facts: ServerFacts, *, capturable_devices: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What decides for one extend step; ``rows`` counts its tokens."""
+    """What decides for one extend step: ``rows`` counts its tokens, ``requests`` what they belong to."""
 
     rows: int
+    requests: int = 1
     speculative: bool = False
     multimodal: bool = False
     recording_experts: bool = False
@@ -87,6 +88,7 @@ _STEP_REASONS = (
     ("other_rows", OTHER_ROWS),
 )
 TOO_MANY_ROWS = "more rows than the largest bucket"
+TOO_FEW_REQUESTS = "too few requests for so large a graph"
 NO_ROWS = "no rows"
 NOTHING_CAPTURED = "nothing captured"
 RETIRED = "bank retired"

@@ -42,7 +42,7 @@ class FullLayerBank(RangeBank):
         bank = self.bank(step.served)
         if bank is None:
             return None
-        bucket = self.usable_bucket(step.served, bank, step.facts.rows)
+        bucket = self.usable_bucket(step.served, bank, step.facts.rows, step.facts.requests)
         return None if bucket is None else self.takeover(step, bank, bucket)
 
     def leave(self, step: Step, bank: Bank, outputs: RangeOutputs) -> Any:

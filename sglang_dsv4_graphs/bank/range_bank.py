@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
-from sglang_dsv4_graphs.bank.decide import NOTHING_CAPTURED, RETIRED, rows_reason
+from sglang_dsv4_graphs.bank.decide import NOTHING_CAPTURED, RETIRED, TOO_FEW_REQUESTS, rows_reason
 from sglang_dsv4_graphs.bank.guard import MovedBufferError
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
@@ -42,11 +42,14 @@ class RangeBank:
         self._shadows[served] = Shadow(steps, served)
         self._overrides[served] = overrides
 
-    def usable_bucket(self, served: ServedModel, bank: Bank, rows: int) -> int | None:
-        """The bucket that ``rows`` replay in, or None with the reason counted."""
+    def usable_bucket(self, served: ServedModel, bank: Bank, rows: int, requests: int = 1) -> int | None:
+        """The bucket that ``rows`` of ``requests`` replay in, or None with the reason counted."""
         bucket = bank.bucket_for(rows)
         if bucket is None:
             served.count_fallback(self.name, _no_bucket_reason(bank, rows), rows)
+            return None
+        if not bank.pays(bucket, requests):
+            served.count_fallback(self.name, TOO_FEW_REQUESTS, rows)
             return None
         moved: MovedBufferError | None = None
         try:

@@ -185,6 +185,7 @@ class ServedModel:
         )
         return StepFacts(
             rows=input_ids.shape[0],
+            requests=batch.batch_size,
             speculative=not batch.forward_mode.is_extend_without_speculative(),
             multimodal=batch.contains_mm_inputs(),
             recording_experts=bool(self.engine.expert_recorder().recording),

@@ -232,7 +232,8 @@ class Startup:
         served.rehearsing = served.ready = True
         try:
             with self.device.on(stream):
-                for rows in rehearsal_rows([b for bank in self.banks for b in bank.buckets], self.dummies.most_rows):
+                buckets = [b for bank in self.banks for b in bank.buckets if bank.pays(b, 1)]
+                for rows in rehearsal_rows(buckets, self.dummies.most_rows):
                     self.run(partial(self.dummies.batch, rows), self.dummies.run_whole)
         finally:
             served.rehearsing = served.ready = False

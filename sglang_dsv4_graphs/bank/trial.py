@@ -3,6 +3,9 @@
 A replay saves host time and costs padding and a few copies. A step whose eager run keeps the GPU busy longer than
 the host needs gains nothing and would lose those, so the ladder ends at the largest bucket that wins on this
 machine. Each trial runs the worst step of a bucket (one row more than the bucket below holds).
+
+The host takes time for each request of an eager step, the GPU for each row: a step of several requests gains where
+one of a single request does not. So buckets above that end may stay for steps of several requests alone.
 """
 
 from __future__ import annotations
@@ -16,20 +19,27 @@ ROUNDS = 2
 ALWAYS = 1024
 # Only multiples are tried: a trial costs about a second of startup.
 COARSE = 512
+# What a replay must save of the eager time to win: two runs of one kind differ by as much, and a tie costs memory.
+GAIN = 0.01
+# Requests from which on a step is one of several.
+SEVERAL = 4
+# The largest bucket that may stay for steps of several requests alone; more cost memory and startup for all.
+SEVERAL_CAP = 4096
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Seconds of one range at ``rows`` rows, eager and replayed in ``bucket``."""
+    """Seconds of one range at ``rows`` rows of ``requests`` requests, eager and replayed in ``bucket``."""
 
     bucket: int
     rows: int
     eager: float
     replayed: float
+    requests: int = 1
 
     @property
     def wins(self) -> bool:
-        return self.replayed <= self.eager
+        return self.replayed <= (1 - GAIN) * self.eager
 
 
 def worst_rows(bucket: int, buckets: Sequence[int]) -> int:
@@ -64,6 +74,12 @@ def largest_winner(buckets: Sequence[int], run: Callable[[int], Trial]) -> tuple
     if low:
         return tried[low - 1], trials
     return max((b for b in buckets if b <= ALWAYS), default=0), trials
+
+
+def bucket_for_several(buckets: Sequence[int], few: int) -> int | None:
+    """The bucket whose trial decides on those above ``few``, the largest that pays for one request; None: none do."""
+    above = [b for b in buckets if few < b <= SEVERAL_CAP]
+    return above[-1] if above else None
 
 
 def trim_reason(trials: Sequence[Trial]) -> str:

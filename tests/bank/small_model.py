@@ -239,6 +239,7 @@ def extend_batch(lengths: list[int], *, late: bool = False, dspark: bool = False
     count = torch.tensor(rows, dtype=torch.int32)
     return SimpleNamespace(
         forward_mode=Mode(),
+        batch_size=len(lengths),
         input_ids=torch.randint(100, (rows,)),
         positions=torch.cat([torch.arange(n) for n in lengths]),
         out_cache_loc=torch.randperm(SLOTS)[:rows],

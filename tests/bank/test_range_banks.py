@@ -136,6 +136,17 @@ def test_more_rows_than_the_largest_bucket() -> None:
     assert dict(served.served.fallbacks) == {("full-layer", "more rows than the largest bucket"): 1}
 
 
+def test_large_buckets_that_pay_for_several_requests_alone() -> None:
+    served = Served()
+    served.bank(served.full).largest_for_few = 8
+    assert served.step([8]) == ["decoder-replay 4", "full-layer 8"]
+    served.served.replays.clear()
+    for few in ([9], [3, 3, 3]):
+        assert not any("full-layer" in replayed for replayed in served.step(few))
+    assert dict(served.served.fallbacks) == {("full-layer", "too few requests for so large a graph"): 2}
+    assert "full-layer 16" in served.step([3, 3, 3, 3])
+
+
 def test_more_tails_than_the_largest_bucket() -> None:
     served = Served()
     assert served.step([2] * 7) == ["full-layer 16"]

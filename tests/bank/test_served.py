@@ -75,7 +75,7 @@ def test_what_a_bank_sees_of_a_step(world: World, part: Part) -> None:
     (step,) = part.steps
     assert (step.served, step.batch, step.capture_dspark) == (world.served, batch, True)
     assert step.packer == []
-    assert step.facts == StepFacts(rows=8)
+    assert step.facts == StepFacts(rows=8, requests=2)
 
 
 def test_a_takeover_replaces_its_layers(world: World) -> None:

@@ -363,15 +363,19 @@ def test_dspark_collects_every_layer_it_promised() -> None:
 
 
 class Scripted:
-    """Trial times by bucket: (eager, replayed)."""
+    """Trial times by bucket: (eager, replayed), and those of several requests."""
 
-    def __init__(self, s: Sweep, times: dict[int, tuple[float, float]]) -> None:
-        self.tried: list[int] = []
-        self.s, self.times = s, times
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, times: dict[int, tuple[float, float]], several: tuple[float, float]
+    ) -> None:
+        self.tried: list[tuple[int, int]] = []
+        self.times, self.several = times, several
+        monkeypatch.setattr(TrialRun, "try_bucket", lambda _, bucket, requests=1: self.try_bucket(bucket, requests))
 
-    def try_bucket(self, bucket: int) -> Trial:
-        self.tried.append(bucket)
-        return Trial(bucket, bucket - 1, *self.times[bucket])
+    def try_bucket(self, bucket: int, requests: int) -> Trial:
+        self.tried.append((bucket, requests))
+        times = self.times[bucket] if requests == 1 else self.several
+        return Trial(bucket, bucket - 1, *times, requests)
 
 
 def test_the_ladder_ends_where_replays_stop_paying(
@@ -379,13 +383,53 @@ def test_the_ladder_ends_where_replays_stop_paying(
 ) -> None:
     monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (8, [run(16), run(8)]))
     s = Sweep(World(), cuda=True)
-    scripted = Scripted(s, {16: (1.0, 2.0), 8: (1.0, 0.5)})
-    monkeypatch.setattr(TrialRun, "try_bucket", lambda _, bucket: scripted.try_bucket(bucket))
+    scripted = Scripted(monkeypatch, {16: (1.0, 2.0), 8: (1.0, 0.5)}, several=(1.0, 1.0))
     bank = s.captured(trim=True)
-    assert scripted.tried == [16, 8]
+    assert scripted.tried == [(16, 1), (8, 1), (16, 4)]
     assert bank.planned == bank.buckets == (4, 8)
+    assert bank.largest_for_few is None
     assert 'dsv4-graphs: trimmed bank=full-layer rows=16..16 reason="eager is as fast there"' in lines()
-    assert "dsv4-graphs: trial bank=full-layer bucket=16 rows=15 eager_s=1.000 replayed_s=2.000" in lines()
+    trial = "dsv4-graphs: trial bank=full-layer bucket=16 rows=15 requests=1 eager_s=1.000 replayed_s=2.000"
+    assert trial in lines()
+
+
+def test_larger_buckets_stay_for_steps_of_several_requests(
+    lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (4, [run(16)]))
+    s = Sweep(World(), cuda=True)
+    scripted = Scripted(monkeypatch, {16: (1.0, 2.0)}, several=(1.0, 0.5))
+    bank = s.captured(trim=True)
+    assert scripted.tried == [(16, 1), (16, 4)]
+    assert bank.buckets == BUCKETS
+    assert "dsv4-graphs: several bank=full-layer rows=8..16 requests=4" in lines()
+    assert not any("trimmed" in line for line in lines())
+    assert [bank.pays(b, n) for b, n in ((4, 1), (8, 1), (8, 3), (8, 4), (16, 9))] == [True, False, False, True, True]
+    # The rehearsal's steps are of one request each: a bucket that such a step never takes is none of its kinds.
+    s.dummies.runs.clear()
+    s.startup.rehearse("stream")
+    assert s.dummies.runs == [("whole", 3), ("whole", 4), ("whole", 128)]
+
+
+def test_a_server_without_slots_for_several_requests_keeps_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (4, [run(16)]))
+    s = Sweep(World(), cuda=True)
+    s.dummies.most_requests = 3
+    scripted = Scripted(monkeypatch, {16: (1.0, 2.0)}, several=(1.0, 0.5))
+    assert s.captured(trim=True).buckets == (4,)
+    assert scripted.tried == [(16, 1)]
+
+
+def test_a_trial_of_several_requests_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Sweep(World(), cuda=True)
+    bank = s.captured()
+    asked: list[tuple[int, ...]] = []
+    batch = s.dummies.batch
+    s.dummies.batch = lambda *args: asked.append(args) or batch(*args)  # type: ignore[method-assign]
+    trial = TrialRun(s.startup, bank, s.dummies.batch).try_bucket(16, 4)
+    assert (trial.bucket, trial.rows, trial.requests) == (16, 9, 4)
+    # Captured as buckets are, raced with four requests.
+    assert asked == [(16,), (9, 3)]
 
 
 @pytest.mark.parametrize(("cuda", "trim"), [(False, True), (True, False)])
@@ -394,8 +438,7 @@ def test_the_ladder_is_kept_where_nobody_asks_or_time_means_nothing(
 ) -> None:
     monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (4, [run(16)]))
     s = Sweep(World(), cuda=cuda)
-    scripted = Scripted(s, {16: (1.0, 2.0)})
-    monkeypatch.setattr(TrialRun, "try_bucket", lambda _, bucket: scripted.try_bucket(bucket))
+    scripted = Scripted(monkeypatch, {16: (1.0, 2.0)}, several=(1.0, 2.0))
     assert s.captured(trim=trim).buckets == BUCKETS
     assert scripted.tried == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dsv4_graphs.bank.trial import Trial, largest_winner, worst_rows
+from sglang_dsv4_graphs.bank.trial import Trial, bucket_for_several, largest_winner, worst_rows
 
 LADDER = (64, 128, *range(256, 8193, 256))
 
@@ -52,6 +52,21 @@ def test_the_worst_rows_of_a_bucket(bucket: int, rows: int) -> None:
     assert worst_rows(bucket, LADDER) == rows
 
 
-@pytest.mark.parametrize(("eager", "replayed", "wins"), [(1.0, 0.9, True), (1.0, 1.0, True), (1.0, 1.1, False)])
+@pytest.mark.parametrize(("eager", "replayed", "wins"), [(1.0, 0.9, True), (1.0, 0.999, False), (1.0, 1.1, False)])
 def test_a_win(eager: float, replayed: float, wins: bool) -> None:
     assert Trial(64, 1, eager, replayed).wins is wins
+
+
+@pytest.mark.parametrize(
+    ("few", "largest", "bucket"),
+    [
+        (2560, 8192, 4096),
+        (3840, 8192, 4096),
+        (4096, 8192, None),
+        (7680, 8192, None),
+        (1024, 2048, 2048),
+        (2048, 2048, None),
+    ],
+)
+def test_the_bucket_that_several_requests_are_tried_in(few: int, largest: int, bucket: int | None) -> None:
+    assert bucket_for_several([b for b in LADDER if b <= largest], few) == bucket

@@ -68,15 +68,23 @@ def out_of_memory(*at: Event) -> Callable[[str, int], Exception | None]:
 
 
 class Clock:
-    """A device whose eager runs take ``eager(rows)`` seconds and whose replays ``replayed(rows)``."""
+    """A device whose eager runs take ``eager(rows)`` seconds and whose replays ``replayed(rows)``.
+
+    Each request after the first takes an eager run ``each`` seconds more.
+    """
 
     is_cuda = True
 
     def __init__(
-        self, eager: Callable[[int], float], replayed: Callable[[int], float], free: Callable[[], int] = lambda: 8 << 30
+        self,
+        eager: Callable[[int], float],
+        replayed: Callable[[int], float],
+        free: Callable[[], int] = lambda: 8 << 30,
+        each: float = 0.0,
     ) -> None:
-        self._eager, self._replayed, self._free = eager, replayed, free
+        self._eager, self._replayed, self._free, self._each = eager, replayed, free, each
         self.raced: list[tuple[str, int]] = []
+        self.requests: list[int] = []
 
     def __call__(self, device: str) -> Clock:
         return self
@@ -97,9 +105,10 @@ class Clock:
     def seconds(self, call: Callable[[], object]) -> float:
         cells = {name: c.cell_contents for name, c in zip(call.__code__.co_freevars, call.__closure__, strict=True)}
         kind = "replayed" if "bucket" in cells else "eager"
-        rows = cells["live"].rows
+        rows, requests = cells["live"].rows, cells["batch"].batch_size
         call()
         self.raced.append((kind, rows))
+        self.requests.append(requests)
         # The first of each kind is slow, as first runs are.
         slow = 100.0 if self.raced.count((kind, rows)) == 1 else 0.0
-        return slow + (self._replayed if kind == "replayed" else self._eager)(rows)
+        return slow + (self._replayed(rows) if kind == "replayed" else self._eager(rows) + self._each * (requests - 1))

@@ -342,7 +342,11 @@ def test_every_row_of_the_docs_is_here() -> None:
 
     docs = (Path(__file__).parents[2] / "docs" / "fallbacks.md").read_text()
     servers_ = [reason.split(":")[0] for _, reason in decide._SERVER_REASONS]
-    steps = [reason for name, reason in decide._STEP_REASONS] + [decide.TOO_MANY_ROWS, decide.RETIRED]
+    steps = [reason for name, reason in decide._STEP_REASONS] + [
+        decide.TOO_MANY_ROWS,
+        decide.TOO_FEW_REQUESTS,
+        decide.RETIRED,
+    ]
     assert [reason for reason in [*servers_, *steps] if f"`{reason}`" not in docs] == []
     rows = [reason for _, reason in [*FACTS.values(), *ARGUMENTS.values()]]
     assert [reason for reason in servers_ if not any(row.startswith(reason) for row in rows)] == []

@@ -259,10 +259,10 @@ def small_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("eager_from", "buckets", "raced", "trimmed"),
     [
-        # Rows of a trial are the fewest of its bucket; the largest bucket comes first.
+        # Rows of a trial are the fewest of its bucket; the largest bucket comes first, and last for several requests.
         (999, (64, 128, 192), [129], None),
-        (100, (64, 128), [129, 65], "192..192"),
-        (10, (64,), [129, 65], "128..192"),
+        (100, (64, 128), [129, 65, 129], "192..192"),
+        (10, (64,), [129, 65, 129], "128..192"),
     ],
 )
 def test_the_ladder_ends_where_eager_is_as_fast(
@@ -286,6 +286,27 @@ def test_the_ladder_ends_where_eager_is_as_fast(
     assert lines == ([f"dsv4-graphs: trimmed bank=full-layer rows={trimmed} {reason}"] if trimmed else [])
     assert len(server.log.having("trial bank=full-layer")) == len(raced)
     serves(server, {"a": 60}, {"a": 70, "b": 33}, {"c": 130})
+
+
+def test_larger_buckets_serve_steps_of_several_requests(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, small_trials: None
+) -> None:
+    from sglang_dsv4_graphs.bank.decide import TOO_FEW_REQUESTS
+    from sglang_dsv4_graphs.hooks import start
+
+    clock = Clock(eager=lambda rows: 1.0 if rows > 64 else 3.0, replayed=lambda rows: 2.0, each=0.5)
+    monkeypatch.setattr(start, "Device", clock)
+    server = servers.own(AUTOMATIC, chunked_prefill_size=192)
+    assert clock.raced[-4:] == [("eager", 129), ("replayed", 129)] * 2
+    assert clock.requests[-4:] == [4] * 4
+    assert server.bank(FULL_LAYER).buckets == (64, 128, 192)
+    assert server.log.having("several") == ["dsv4-graphs: several bank=full-layer rows=128..192 requests=4"]
+    story = Story(server, Judge.of(server))
+    taken = []
+    for step in ({"a": 130}, {"b": 30, "c": 40, "d": 30, "e": 29}, {"f": 9}):
+        replays, fallbacks, _ = story.run(story.batch(step))
+        taken.append([key for key in (*replays, *fallbacks) if key[0] == FULL_LAYER])
+    assert taken == [[(FULL_LAYER, TOO_FEW_REQUESTS)], [(FULL_LAYER, 192)], [(FULL_LAYER, 64)]]
 
 
 def test_a_bucket_whose_trial_cannot_be_captured_loses(
