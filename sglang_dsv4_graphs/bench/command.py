@@ -48,6 +48,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--lengths", default=BREAKDOWN_LENGTHS, metavar="LIST", help="prompt lengths of --breakdown")
     what.add_argument("--throughput", action="store_true", help="also a mixed load through sglang.bench_serving")
+    what.add_argument(
+        "--output-tokens",
+        type=positive,
+        metavar="N",
+        help="--throughput: most tokens of an answer (default 16; 1: prefill alone, no decode kernel is compiled)",
+    )
     what.add_argument("--decode", type=positive, default=0, metavar="N", help="--toggle: compare N decoded tokens")
     what.add_argument(
         "--compare", default="cold,batches", metavar="LIST", help="--decode: cases whose tokens are compared"
@@ -131,7 +137,7 @@ def _plan(options: argparse.Namespace, model: str) -> Any:
         decode=options.decode,
         repeats=options.repeats or 2,
         compare=tuple(cases.parse_groups(options.compare, "--compare")),
-        load=throughput.Load() if options.throughput else None,
+        load=throughput.Load(output_tokens=options.output_tokens or 16) if options.throughput else None,
         profile=options.profile,
     )
 
@@ -144,6 +150,8 @@ def _refuse_ignored(options: argparse.Namespace, modes: tuple[str, ...]) -> None
             raise BenchError(f"--{option} {asked}")
     if options.repeats and not options.decode:
         raise BenchError("--repeats needs --decode")
+    if options.output_tokens and not options.throughput:
+        raise BenchError("--output-tokens needs --throughput")
     if options.model and not (Path(options.model) / "config.json").is_file():
         raise BenchError(f"--model {options.model}: no config.json there")
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,7 @@ class Bench:
                 self.problems.append(f"throughput of {variant.name}: {e}")
                 self._say(f"  {e}")
                 continue
-            self.record.setdefault("throughput", []).append(row)
+            self.record.setdefault("throughput", []).append(row | {"load": asdict(plan.load)})
             self.save()
 
 

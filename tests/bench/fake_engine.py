@@ -151,6 +151,7 @@ with urllib.request.urlopen(f"http://127.0.0.1:{given['--port']}/") as answer:
     served = json.load(answer)
 assert served["flags"][served["flags"].index("--tokenizer-path") + 1] == given["--tokenizer"]
 assert len(json.loads((Path(given["--tokenizer"]) / "tokenizer.json").read_text())["model"]["vocab"]) == 129280
+assert given["--random-output-len"] == "3"
 fast = served["plugin"] == "1"
 row = {"completed": int(given["--num-prompts"]), "request_throughput": 20.0 if fast else 10.0, "p99_ttft_ms": 5}
 Path(given["--output-file"]).write_text(json.dumps(row) + "\\n")

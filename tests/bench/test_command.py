@@ -46,7 +46,7 @@ def measured(site: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         "--busy",
         "128,1000",
     ]
-    done = bench(site, "--out", out, *options, "--throughput")
+    done = bench(site, "--out", out, *options, "--throughput", "--output-tokens", 3)
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done.stdout
 
@@ -103,6 +103,7 @@ def test_throughput_is_of_the_same_variants(measured: tuple[Path, str]) -> None:
         ("eager", 10.0, 200),
         ("plugin", 20.0, 200),
     ]
+    assert all(r["load"]["output_tokens"] == 3 for r in rows)
 
 
 def test_the_tables_show_ratios(measured: tuple[Path, str]) -> None:
@@ -271,6 +272,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (["--decode", "4"], "--decode needs --toggle"),
         (["--profile"], "--profile needs --toggle"),
         (["--toggle", "--repeats", "3"], "--repeats needs --decode"),
+        (["--output-tokens", "1"], "--output-tokens needs --throughput"),
         (["--toggle", "--throughput"], "--throughput does not go with --toggle"),
         (["--engine-args", "[]"], "--engine-args '[]': give an object"),
         (["--engine-args", "{"], "--engine-args '{' is not JSON"),
