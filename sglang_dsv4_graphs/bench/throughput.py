@@ -26,6 +26,8 @@ from sglang_dsv4_graphs.cpu_engine.process import free_port
 SERVER_MODULE, CLIENT_MODULE = "sglang.launch_server", "sglang.bench_serving"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 POLL_S = 0.25
+# What an empty chat prompt is made of (the package deepseek-recipe 0.2.0): the engine encodes one when it starts.
+CHAT_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<think>")
 KEPT = (
     "completed",
     "duration",
@@ -50,22 +52,24 @@ class Load:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A tokenizer of ``vocabulary`` ids, one word each, that needs no file but these two."""
+    """A tokenizer of ``vocabulary`` ids, the chat's tokens and then a word each, that needs no file but these two."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocab = {f"t{i}": i for i in range(vocabulary)}
+    words = [*CHAT_TOKENS, *(f"t{i}" for i in range(len(CHAT_TOKENS), vocabulary))]
+    vocab = {word: i for i, word in enumerate(words)}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [],
+        "added_tokens": [{"id": vocab[word], "content": word, "special": True} | plain for word in CHAT_TOKENS],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": words[-1]},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20, "unk_token": "t0"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20, "unk_token": words[-1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -78,6 +78,30 @@ def test_the_load_is_made_without_downloads(tmp_path: Path, monkeypatch: pytest.
     assert len({r.prompt_len for r in rows}) > 3
 
 
+@pytest.mark.engine
+def test_a_server_encodes_chats_with_the_tokenizer(tmp_path: Path) -> None:
+    """0.5.23 does when it starts, and ends where it cannot."""
+    from sglang_dsv4_graphs.cpu_engine.torchvision_shim import ensure_torchvision
+
+    ensure_torchvision()
+    pytest.importorskip("sglang.srt.entrypoints.openai.serving_deepseek_recipe", reason="0.5.22 encodes chats itself")
+    from sglang.srt.entrypoints.openai.serving_deepseek_recipe import DeepSeekRecipeChatEncodingAdapter
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    throughput.write_tokenizer(tmp_path, 5000)
+    adapter = DeepSeekRecipeChatEncodingAdapter(
+        chat_encoding_spec="dsv41",
+        tokenizer=get_tokenizer(str(tmp_path)),
+        reasoning_parser=None,
+        tool_call_parser=None,
+        chat_hooks=None,
+        default_chat_template_kwargs=None,
+    )
+    asked = {"messages": [{"role": "user", "content": "t7 t4999"}], "thinking": True}
+    ids = adapter.deepseek_recipe.encode(asked)
+    assert {0, 2, 3, 4, 7} <= set(ids) <= set(range(5000))
+
+
 def test_a_model_that_does_not_tell_its_vocabulary_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"config\.json has no vocab_size: --throughput needs it"):
         vocabulary_of(str(tmp_path))
