@@ -165,6 +165,15 @@ class Bank:
         self._buckets = tuple(sorted(self._captured))
         self._backend.settle()
 
+    def drop_for_several(self) -> list[int]:
+        """Forget, and plan no more, the buckets that pay for steps of several requests alone; returns them."""
+        gone = [b for b in self.planned if not self.pays(b, 1)]
+        self.planned = tuple(b for b in self.planned if b not in gone)
+        self.largest_for_few = None
+        for bucket in gone:
+            self.drop(bucket)
+        return gone
+
     def retire(self, reason: str) -> None:
         """Drop every graph for good, and free what the bank owns for them; waits for a replay in flight.
 

@@ -31,6 +31,7 @@ from sglang_dsv4_graphs.bank.visit import Visit, visitor
 from sglang_dsv4_graphs.log import RankLog, logger
 
 BatchOf = Callable[[int], Any]
+NO_ROOM_FOR_SEVERAL = "a capture failed, and buckets for every step come first"
 
 
 class Startup:
@@ -149,18 +150,30 @@ class Startup:
         if trim and self.device.is_cuda:
             TrialRun(self, bank, batch_of).trim()
         start, free = time.perf_counter(), self.device.free_bytes()
-        order = sorted(bank.planned, reverse=True)
-        for rows in tqdm(order, desc=f"Capturing {bank.name}", disable=self._quiet()):
-            problem = self.capture_one(bank, rows, batch_of)
-            if problem:
-                bank.drop(rows)
-                self._failed(bank, rows, problem)
-                break
-            self.log.debug("captured", **bucket_values(bank, rows))
+        while self._capture_missing(bank, batch_of):
+            pass
         # What warm-ups left in the allocator's cache is not the bank's.
         self.release()
         used = free - self.device.free_bytes()
         self.log.info("captured", **bank_values(bank, seconds=time.perf_counter() - start, used=used))
+
+    def _capture_missing(self, bank: Bank, batch_of: BatchOf) -> bool:
+        """Capture down the ladder until a bucket fails; whether another go may get further.
+
+        Buckets for steps of several requests alone go first then, so that their memory costs no other step its graph.
+        """
+        missing = sorted(set(bank.planned) - set(bank.buckets), reverse=True)
+        for rows in tqdm(missing, desc=f"Capturing {bank.name}", disable=self._quiet()):
+            problem = self.capture_one(bank, rows, batch_of)
+            if problem:
+                bank.drop(rows)
+                gone = bank.drop_for_several()
+                self._failed(bank, rows, problem)
+                if gone:
+                    self.log.info("trimmed", bank=bank.name, rows=f"{gone[0]}..{gone[-1]}", reason=NO_ROOM_FOR_SEVERAL)
+                return bool(gone)
+            self.log.debug("captured", **bucket_values(bank, rows))
+        return False
 
     def capture_one(self, bank: Bank, rows: int, batch_of: BatchOf) -> str:
         """Capture one bucket on all ranks; returns what went wrong on one of them, or nothing."""

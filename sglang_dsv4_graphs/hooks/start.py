@@ -124,4 +124,5 @@ def make_backend(engine: Engine, served: ServedModel, runner: Any, manager: plug
             shared = False
     if not shared:
         pool, stream = torch.cuda.graph_pool_handle(), stream_of_our_own()
-    return CudaGraphBackend(engine, pool=pool, stream=stream, ranks=served.ranks, shared=shared)
+    # A private pool too is of both banks, and one may drop its graphs before the other captures.
+    return CudaGraphBackend(engine, pool=pool, stream=stream, ranks=served.ranks, shared=True)

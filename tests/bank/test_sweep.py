@@ -420,6 +420,40 @@ def test_a_server_without_slots_for_several_requests_keeps_nothing_for_them(monk
     assert scripted.tried == [(16, 1)]
 
 
+@pytest.mark.parametrize("fails_at", BUCKETS)
+def test_buckets_for_several_requests_cost_no_other_its_graph(
+    lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    """They come first, being larger: on a server short of memory they would take the room of those for every step."""
+    monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (8, [run(16)]))
+    s = Sweep(World(), cuda=True)
+    Scripted(monkeypatch, {16: (1.0, 2.0)}, several=(1.0, 0.5))
+    fails: dict[int, Exception] = {fails_at: OUT_OF_MEMORY}
+    # What was dropped has made room.
+    s.device.release = lambda: fails.clear() if s.startup.banks else None  # type: ignore[method-assign]
+    bank = s.captured(trim=True, fails=fails)
+    assert bank.planned == bank.buckets == (4, 8)
+    assert all(bank.pays(b, 1) for b in bank.buckets)
+    warned = [line for line in lines() if "capture-failed" in line or "trimmed" in line]
+    assert len(warned) == 2
+    assert warned[1] == f'dsv4-graphs: trimmed bank=full-layer rows=16..16 reason="{sweep.NO_ROOM_FOR_SEVERAL}"'
+    # What stays still reads what the bank owns.
+    world, batch, replayed = s.world, s.world.batch([5]), []
+    before = world.caches()
+    s.startup.visit(bank, batch, lambda live, b: replayed.append(bank.replay(8, live, b).cloned()) or replayed[-1])
+    world.set_caches(before)
+    world.model.end_layer = LATE
+    assert torch.allclose(replayed[0].residual, world.run(batch, plain=True)[0], atol=1e-6)
+
+
+def test_a_ladder_that_fails_without_them_too_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (8, [run(16)]))
+    s = Sweep(World(), cuda=True)
+    Scripted(monkeypatch, {16: (1.0, 2.0)}, several=(1.0, 0.5))
+    bank = s.captured(trim=True, fails={4: OUT_OF_MEMORY})
+    assert bank.buckets == (8,)
+
+
 def test_a_trial_of_several_requests_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Sweep(World(), cuda=True)
     bank = s.captured()

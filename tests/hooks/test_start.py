@@ -270,7 +270,8 @@ def test_pool_and_stream_of_cuda_graphs(
     served = Served(global_pool=wanted)
     make_backend(engine, served, Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
     kind = "global" if shared else "private"
-    assert made == {"pool": f"{kind} pool", "stream": f"{kind} stream", "ranks": served.ranks, "shared": shared}
+    # A bank may drop its graphs and capture others: neither pool may go with its last graph.
+    assert made == {"pool": f"{kind} pool", "stream": f"{kind} stream", "ranks": served.ranks, "shared": True}
     assert asked == (["global stream"] if wanted else [])
     # Graphs that others captured on the stream use a workspace that would go with one of ours.
     assert ("private-pool" in caplog.text) == (wanted and not held)
