@@ -49,12 +49,14 @@ class Startup:
         chunk_size: int | None,
         strict: bool,
         extra_rows: int = 0,
+        max_requests: int | None = None,
         store_in_graph: bool = False,
     ) -> None:
         self.served = served
         self.dummies = dummies
         self.chunk_size = chunk_size
         self._extra_rows = extra_rows
+        self._max_requests = max_requests
         self._store_in_graph = store_in_graph
         self.banks: list[Bank] = []
         self.backend = backend
@@ -74,6 +76,12 @@ class Startup:
         if self.chunk_size and self.chunk_size > 0:
             return self.chunk_size + self._extra_rows
         return max(UNCHUNKED_ROWS + self._extra_rows, self.served.settings.full_layer_max_tokens)
+
+    @property
+    def most_requests(self) -> int:
+        """The most requests that one prefill step can have."""
+        slots = self.dummies.most_requests
+        return slots if self._max_requests is None else min(slots, self._max_requests)
 
     @property
     def largest_tail(self) -> int:

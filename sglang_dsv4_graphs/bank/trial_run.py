@@ -55,7 +55,7 @@ class TrialRun:
     def _with_several(self, few: int, trials: list[Trial]) -> int:
         """The largest bucket to keep for steps of several requests; ``few`` where these gain no more than others."""
         bucket = bucket_for_several(self._bank.planned, few)
-        if bucket is None or self._startup.dummies.most_requests < SEVERAL:
+        if bucket is None or self._startup.most_requests < SEVERAL:
             return few
         trials.append(self.try_bucket(bucket, SEVERAL))
         return bucket if trials[-1].wins else few

@@ -95,6 +95,8 @@ def make_startup(
         buffers = [b for found in manager.hook.dsv4_graphs_guard(probe=probe) for b in found]
         return AddressGuard([*buffers, *derived_tensors(model, first, last)], model_weights(model, first, last))
 
+    schedule = engine.get_schedule()
+    mixed = bool(schedule.enable_mixed_chunk)
     return Startup(
         served=served,
         dummies=Dummies(engine, runner, model, eager_runner),
@@ -102,9 +104,10 @@ def make_startup(
         make_guard=guard,
         ranks=served.ranks,
         device=Device(str(runner.device)),
-        chunk_size=engine.get_schedule().chunked_prefill_size,
-        # A mixed chunk carries decode rows beside a full chunk.
-        extra_rows=int(runner.max_running_requests) if engine.get_schedule().enable_mixed_chunk else 0,
+        chunk_size=schedule.chunked_prefill_size,
+        # A mixed chunk carries decode rows beside a full chunk, each a request beyond the limit of a prefill's.
+        extra_rows=int(runner.max_running_requests) if mixed else 0,
+        max_requests=None if mixed else schedule.prefill_max_requests,
         strict=served.settings.strict,
         store_in_graph=served.settings.merged_kv_store and engine.stores_in_graph(runner.attn_backend),
     )

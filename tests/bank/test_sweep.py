@@ -411,13 +411,16 @@ def test_larger_buckets_stay_for_steps_of_several_requests(
     assert s.dummies.runs == [("whole", 3), ("whole", 4), ("whole", 128)]
 
 
-def test_a_server_without_slots_for_several_requests_keeps_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("slots", "kept"), [(3, (4,)), (4, BUCKETS)])
+def test_a_server_without_slots_for_several_requests_keeps_nothing_for_them(
+    monkeypatch: pytest.MonkeyPatch, slots: int, kept: tuple[int, ...]
+) -> None:
     monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (4, [run(16)]))
     s = Sweep(World(), cuda=True)
-    s.dummies.most_requests = 3
+    s.dummies.most_requests = slots
     scripted = Scripted(monkeypatch, {16: (1.0, 2.0)}, several=(1.0, 0.5))
-    assert s.captured(trim=True).buckets == (4,)
-    assert scripted.tried == [(16, 1)]
+    assert s.captured(trim=True).buckets == kept
+    assert scripted.tried == ([(16, 1)] if slots < 4 else [(16, 1), (16, 4)])
 
 
 @pytest.mark.parametrize("fails_at", BUCKETS)

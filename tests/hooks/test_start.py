@@ -41,6 +41,7 @@ class Engine:
         )
         self.overlap = SimpleNamespace(enable_two_batch_overlap=False)
         self.mixed = False
+        self.max_requests: int | None = None
         self.unified, self.borrowing, self.hooks, self.mode, self.full_prefill = False, False, None, "null", False
         borrow = SimpleNamespace(get=lambda: self.borrowing)
         self.envs = SimpleNamespace(SGLANG_ENABLE_GRAPH_POOL_BORROW=borrow)
@@ -71,7 +72,9 @@ class Engine:
         return SimpleNamespace(disaggregation_mode=self.mode)
 
     def get_schedule(self) -> Any:
-        return SimpleNamespace(chunked_prefill_size=4096, enable_mixed_chunk=self.mixed)
+        return SimpleNamespace(
+            chunked_prefill_size=4096, enable_mixed_chunk=self.mixed, prefill_max_requests=self.max_requests
+        )
 
     def unified_kv(self) -> bool:
         return self.unified
@@ -347,6 +350,16 @@ def test_a_mixed_chunk_is_larger_than_the_chunk(mixed: bool, rows: int) -> None:
     startup = make_startup(engine, Served(), Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
     assert startup.largest_step == rows
     assert startup.chunk_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("mixed", "limit", "most"), [(False, None, 4), (False, 2, 2), (False, 9, 4), (True, 2, 4), (True, None, 4)]
+)
+def test_the_most_requests_of_a_step(mixed: bool, limit: int | None, most: int) -> None:
+    engine = Engine()
+    engine.mixed, engine.max_requests = mixed, limit
+    startup = make_startup(engine, Served(), Runner(), make_manager(third_parties=False))  # type: ignore[arg-type]
+    assert startup.most_requests == most
 
 
 @pytest.mark.parametrize("merged", [True, False])

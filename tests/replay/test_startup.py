@@ -309,6 +309,18 @@ def test_larger_buckets_serve_steps_of_several_requests(
     assert taken == [[(FULL_LAYER, TOO_FEW_REQUESTS)], [(FULL_LAYER, 192)], [(FULL_LAYER, 64)]]
 
 
+def test_no_bucket_is_for_steps_of_more_requests_than_one_can_have(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, small_trials: None
+) -> None:
+    from sglang_dsv4_graphs.hooks import start
+
+    clock = Clock(eager=lambda rows: 1.0 if rows > 64 else 3.0, replayed=lambda rows: 2.0, each=0.5)
+    monkeypatch.setattr(start, "Device", clock)
+    server = servers.own(AUTOMATIC, chunked_prefill_size=192, prefill_max_requests=3)
+    assert set(clock.requests) == {1}
+    assert server.bank(FULL_LAYER).buckets == (64,)
+
+
 def test_a_bucket_whose_trial_cannot_be_captured_loses(
     servers: Servers, monkeypatch: pytest.MonkeyPatch, small_trials: None
 ) -> None:
