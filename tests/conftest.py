@@ -8,6 +8,7 @@ those: it insists on an engine and on tests that were executed.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -111,3 +112,13 @@ def isolated_environment() -> Iterator[None]:
         for name in isolated_names():
             del os.environ[name]
         os.environ.update(before)
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """No object is set aside from garbage collections; tests of whole servers set theirs aside for all after them."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()

@@ -403,6 +403,7 @@ def test_larger_buckets_stay_for_steps_of_several_requests(
     assert scripted.tried == [(16, 1), (16, 4)]
     assert bank.buckets == BUCKETS
     assert "dsv4-graphs: several bank=full-layer rows=8..16 requests=4" in lines()
+    assert "dsv4-graphs: trial bank=full-layer bucket=16 rows=15 requests=4 eager_s=1.000 replayed_s=0.500" in lines()
     assert not any("trimmed" in line for line in lines())
     assert [bank.pays(b, n) for b, n in ((4, 1), (8, 1), (8, 3), (8, 4), (16, 9))] == [True, False, False, True, True]
     # The rehearsal's steps are of one request each: a bucket that such a step never takes is none of its kinds.
@@ -455,6 +456,16 @@ def test_a_ladder_that_fails_without_them_too_ends(monkeypatch: pytest.MonkeyPat
     Scripted(monkeypatch, {16: (1.0, 2.0)}, several=(1.0, 0.5))
     bank = s.captured(trim=True, fails={4: OUT_OF_MEMORY})
     assert bank.buckets == (8,)
+
+
+def test_a_lost_trial_of_several_requests_is_no_reason_for_where_the_ladder_ends(
+    lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (4, [run(16)]))
+    s = Sweep(World(), cuda=True)
+    Scripted(monkeypatch, {16: (1.0, 2.0)}, several=(0.0, float("inf")))
+    assert s.captured(trim=True).buckets == (4,)
+    assert 'dsv4-graphs: trimmed bank=full-layer rows=8..16 reason="eager is as fast there"' in lines()
 
 
 def test_a_trial_of_several_requests_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,8 +541,8 @@ def test_a_race_that_fails_on_one_rank_is_lost_on_all(lines: Callable[[], list[s
         raise RuntimeError("illegal address")
 
     s.device.seconds = seconds  # type: ignore[method-assign]
-    trial = TrialRun(s.startup, bank, s.dummies.batch).try_bucket(8)
-    assert not trial.wins
+    trial = TrialRun(s.startup, bank, s.dummies.batch).try_bucket(8, 4)
+    assert (trial.wins, trial.requests) == (False, 4)
     failed = 'trial-failed bank=full-layer bucket=8 reason="rank 0: RuntimeError: illegal address"'
     assert lines()[-1] == f"dsv4-graphs: {failed}"
 

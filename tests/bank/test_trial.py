@@ -52,7 +52,9 @@ def test_the_worst_rows_of_a_bucket(bucket: int, rows: int) -> None:
     assert worst_rows(bucket, LADDER) == rows
 
 
-@pytest.mark.parametrize(("eager", "replayed", "wins"), [(1.0, 0.9, True), (1.0, 0.999, False), (1.0, 1.1, False)])
+@pytest.mark.parametrize(
+    ("eager", "replayed", "wins"), [(1.0, 0.9, True), (1.0, 0.985, True), (1.0, 0.995, False), (1.0, 1.1, False)]
+)
 def test_a_win(eager: float, replayed: float, wins: bool) -> None:
     assert Trial(64, 1, eager, replayed).wins is wins
 
