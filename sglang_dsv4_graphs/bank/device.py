@@ -11,24 +11,6 @@ from typing import Any
 import torch
 
 
-@contextmanager
-def old_objects_aside() -> Iterator[None]:
-    """Garbage collections inside look at objects made inside alone.
-
-    A server's process holds millions of objects that live as long as it does, and a collection that looks at them all
-    takes half a second; each ``Device.release`` is one. Where someone has set objects aside before, they stay so.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 class Device:
     """The device of one server; a CPU (demo, tests) has no memory to report."""
 

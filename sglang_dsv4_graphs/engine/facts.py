@@ -185,6 +185,7 @@ CALLS = (
         _RUNNER + "model_runner_components.layer_setup.compute_attention_and_moe_layers",
         "layer_model",
     ),
+    Contract("freeze_gc", _RUNNER + "runner.base_cuda_graph_runner.freeze_gc", "enable_cudagraph_gc"),
     Contract("in_capture_mode", _RUNNER + "runner_utils.capture_mode.get_is_capture_mode", ""),
     Contract("HcState", _SRT + "models.deepseek_v4_mhc.HcState"),
     Contract(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_dsv4_graphs.bank.device import Device, old_objects_aside  # noqa: E402
+from sglang_dsv4_graphs.bank.device import Device  # noqa: E402
 
 
 @pytest.fixture
@@ -69,51 +67,3 @@ def test_time_is_taken_from_idle_to_idle(cuda: list[Any]) -> None:
     seconds = Device("cuda").seconds(lambda: cuda.append("work") or time.sleep(0.02))
     assert cuda == ["synchronize", "work", "synchronize"]
     assert seconds >= 0.02
-
-
-class Cycle:
-    """Garbage that only a collection finds."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-
-def test_old_objects_are_set_aside_and_come_back(thawed: None) -> None:
-    kept = Cycle()
-    old = weakref.ref(kept)
-    with old_objects_aside():
-        assert gc.get_freeze_count() > 0
-        del kept
-        young = weakref.ref(Cycle())
-        Device("cpu").release()
-        # What a release is for still goes; what was there before is not looked at.
-        assert young() is None
-        assert old() is not None
-    assert gc.get_freeze_count() == 0
-    gc.collect()
-    assert old() is None
-
-
-def test_garbage_of_before_is_not_set_aside(thawed: None) -> None:
-    """What the engine's own captures left would keep its memory through the whole sweep."""
-    garbage = weakref.ref(Cycle())
-    with old_objects_aside():
-        assert garbage() is None
-
-
-def test_old_objects_come_back_after_an_error(thawed: None) -> None:
-    with pytest.raises(RuntimeError, match="no room"), old_objects_aside():
-        raise RuntimeError("no room")
-    assert gc.get_freeze_count() == 0
-
-
-def test_objects_that_another_set_aside_stay_so(thawed: None) -> None:
-    gc.freeze()
-    try:
-        with old_objects_aside():
-            young = weakref.ref(Cycle())
-            Device("cpu").release()
-            assert young() is None
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,7 @@ class Engine:
         self.envs = SimpleNamespace(SGLANG_ENABLE_GRAPH_POOL_BORROW=borrow)
         self.offloads, self.a2a = False, "none"
         self.asked: list[str] = []
+        self.collects, self.freezes, self.frozen = False, list[bool](), False
         # The backends that may store inside a graph.
         self.storing: list[Any] = []
 
@@ -57,7 +59,16 @@ class Engine:
         return self.parallel
 
     def get_exec(self) -> Any:
-        return SimpleNamespace(overlap=self.overlap)
+        return SimpleNamespace(overlap=self.overlap, graph=SimpleNamespace(enable_cudagraph_gc=self.collects))
+
+    @contextmanager
+    def freeze_gc(self, enable_cudagraph_gc: bool) -> Iterator[None]:
+        self.freezes.append(enable_cudagraph_gc)
+        self.frozen = True
+        try:
+            yield
+        finally:
+            self.frozen = False
 
     def offloads_weights(self) -> bool:
         return self.offloads
@@ -115,7 +126,7 @@ class Model:
 class Served:
     def __init__(self, **settings: Any) -> None:
         self.model, self.settings, self.log = Model(), Settings(**settings), RankLog()
-        self.ready, self.ranks = False, Ranks(0, 1)
+        self.ready, self.ranks, self.engine = False, Ranks(0, 1), Engine()
 
 
 def facts(engine: Engine | None = None, runner: Runner | None = None, model: Model | None = None) -> ServerFacts:
@@ -303,23 +314,26 @@ def test_beginning_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     assert caplog.messages == ["dsv4-graphs: installed engine=0.5.23 banks=full-layer,decoder-replay"]
 
 
-def test_the_order_of_the_sweep(monkeypatch: pytest.MonkeyPatch, thawed: None) -> None:
+@pytest.mark.parametrize("collects", [False, True])
+def test_the_order_of_the_sweep(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
     monkeypatch.setattr(start, "drive_engine_tail", lambda startup: startup.drive_engine_tail())
 
     class Captures:
         @hookimpl
         def dsv4_graphs_startup(self, startup: Any) -> None:
             startup.capture()
-            collected.append(gc.get_freeze_count() > 0)
+            frozen.append(engine.frozen)
 
-    collected: list[bool] = []
+    frozen: list[bool] = []
     served, manager = Served(), make_manager(third_parties=False)
+    engine = served.engine
+    engine.collects = collects  # --enable-cudagraph-gc
     manager.register(Captures())
     steps, runner = Steps(served), Runner()
     runner.forward_stream = "serving stream"
     for name in ("open", "rehearse"):
         note = getattr(steps, name)
-        setattr(steps, name, lambda *a, note=note: collected.append(gc.get_freeze_count() > 0) or note(*a))
+        setattr(steps, name, lambda *a, note=note: frozen.append(engine.frozen) or note(*a))
     finish(steps, runner, manager)  # type: ignore[arg-type]
     assert steps.done == [
         ("open", False),
@@ -330,7 +344,7 @@ def test_the_order_of_the_sweep(monkeypatch: pytest.MonkeyPatch, thawed: None) -
     ]
     assert not served.ready  # until all ranks have come here
     # Each release of the sweep collects, and half a second each would be lost on what no capture made.
-    assert (collected, gc.get_freeze_count()) == ([True] * 3, 0)
+    assert (frozen, engine.frozen, engine.freezes) == ([True] * 3, False, [collects])
 
 
 def test_a_failed_capture_leaves_the_step_path_closed() -> None:
@@ -343,6 +357,7 @@ def test_a_failed_capture_leaves_the_step_path_closed() -> None:
     manager.register(Fails())
     with pytest.raises(RuntimeError, match="no room"):
         finish(Steps(served), Runner(), manager)  # type: ignore[arg-type]
+    assert (served.engine.freezes, served.engine.frozen) == ([False], False)
     assert not served.ready
 
 

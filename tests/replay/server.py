@@ -204,9 +204,9 @@ def serving(
         installation.manager.register(BackendSupply(make_backend(installation)))
         for extension in extensions:
             installation.manager.register(extension)
-        runner = build_runner(
-            **{"chunked_prefill_size": CHUNK, "dtype": getattr(torch, dtype), "slots": SLOTS, **build}
-        )
+        # Collecting as ever: the engine's thaw after a startup would thaw the imports as well.
+        ours = {"chunked_prefill_size": CHUNK, "dtype": getattr(torch, dtype), "slots": SLOTS}
+        runner = build_runner(**{**ours, "enable_cudagraph_gc": True, **build})
         if prepare is not None:
             prepare(runner)
         server = Server(runner, installation, log)

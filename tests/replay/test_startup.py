@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_dsv4_graphs.extend import hookimpl
 from tests.replay.judge import Judge, same
 from tests.replay.server import (
     DECODER_REPLAY,
@@ -15,6 +17,7 @@ from tests.replay.server import (
     FULL_LAYER_CAP,
     SMALL,
     Servers,
+    freeze_imports,
 )
 from tests.replay.story import TOO_MANY, Story, serves
 from tests.replay.sweeps import Clock, Event, out_of_memory, watch_steps, watched_backend
@@ -345,3 +348,19 @@ def test_a_cap_that_somebody_set_is_not_tried(
     server = servers.own({FULL_LAYER_CAP: "128", DECODER_REPLAY_CAP: "0"})
     assert server.bank(FULL_LAYER).buckets == (64, 128)
     assert clock.raced == []
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_collections_of_the_sweep_leave_out_what_was_there(servers: Servers, thawed: None, collects: bool) -> None:
+    """As in the engine's captures, unless its user wants whole collections (--enable-cudagraph-gc)."""
+    freeze_imports()
+    gc.unfreeze()
+    frozen: list[bool] = []
+
+    class Looks:
+        @hookimpl
+        def dsv4_graphs_startup(self, startup: Any) -> None:
+            frozen.append(gc.get_freeze_count() > 0)
+
+    servers.own(ONE_BUCKET, extensions=[Looks()], enable_cudagraph_gc=collects)
+    assert (frozen, gc.get_freeze_count()) == ([not collects], 0)
