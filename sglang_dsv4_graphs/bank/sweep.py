@@ -219,8 +219,11 @@ class Startup:
             raise CaptureError(problem)
 
     def visit(self, bank: Bank, batch: Any, visit: Visit) -> None:
-        """Run a dummy step up to the end of ``bank``'s range, with ``visit`` in place of the range."""
-        with self.served.forced(visitor(self.served, bank, visit)):
+        """Run a dummy step up to the end of ``bank``'s range, with ``visit`` in place of the range.
+
+        Layers before the range replay where they can: run eagerly they would take most of a late range's capture.
+        """
+        with self.served.forced(visitor(self.served, bank, visit, self.banks)):
             self.dummies.run(batch)
 
     def _failed(self, bank: Bank, rows: int, problem: str) -> None:

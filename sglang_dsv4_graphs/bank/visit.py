@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
@@ -14,24 +15,37 @@ from sglang_dsv4_graphs.bank.views import Takeover
 Visit = Callable[[RangeInputs, Any], RangeOutputs]
 
 
-def visitor(served: ServedModel, bank: Bank, visit: Visit) -> Callable[[Step], list[Takeover]]:
-    """Takeovers of a step that runs ``visit`` in place of ``bank``'s range, and little after it."""
+def visitor(
+    served: ServedModel, bank: Bank, visit: Visit, earlier: Iterable[Bank] = ()
+) -> Callable[[Step], list[Takeover]]:
+    """Takeovers of a step that runs ``visit`` in place of ``bank``'s range, and little after it.
+
+    Layers of ``earlier`` banks replay where these have a bucket for the step.
+    """
     model = served.model
-    first, last = bank.layers.first, bank.layers.last
     overrides: dict[str, Any] = {"decoder_replay_tail": None}
-    if last < model.end_layer and not model.dspark_layers_to_capture:
+    if bank.layers.last < model.end_layer and not model.dspark_layers_to_capture:
         # Nobody needs the rest of the model; with DSpark the step must collect every layer it promised.
-        overrides |= {"end_layer": last, "late_layer_start": None}
+        overrides |= {"end_layer": bank.layers.last, "late_layer_start": None}
 
     def takeovers(step: Step) -> list[Takeover]:
-        def run(state: Any, positions: Any, input_ids: Any, step_batch: Any) -> Any:
-            outputs = visit(step.inputs(first, last, state, positions, input_ids), step_batch)
-            if outputs.aux is not None:
-                # Only rows of the tail go on to the draft; a late range has no others.
-                tail = step.tail if first == model.start_layer else None
-                served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), tail)
-            return served.engine.HcState(outputs.residual, outputs.pre)
-
-        return [Takeover(first, last, run, overrides)]
+        buckets = [(b, b.bucket_for(step.facts.rows)) for b in earlier if b.layers.last <= bank.layers.first]
+        replays = [_takeover(step, b, partial(b.replay, bucket)) for b, bucket in buckets if bucket is not None]
+        return [*replays, _takeover(step, bank, visit, overrides)]
 
     return takeovers
+
+
+def _takeover(step: Step, bank: Bank, visit: Visit, overrides: dict[str, Any] | None = None) -> Takeover:
+    """``visit`` in place of ``bank``'s range of ``step``."""
+    served, first, last = step.served, bank.layers.first, bank.layers.last
+
+    def run(state: Any, positions: Any, input_ids: Any, step_batch: Any) -> Any:
+        outputs = visit(step.inputs(first, last, state, positions, input_ids), step_batch)
+        if outputs.aux is not None:
+            # Only rows of the tail go on to the draft; a late range has no others.
+            tail = step.tail if first == served.model.start_layer else None
+            served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), tail)
+        return served.engine.HcState(outputs.residual, outputs.pre)
+
+    return Takeover(first, last, run, overrides or {})

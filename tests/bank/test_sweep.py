@@ -362,6 +362,33 @@ def test_dspark_collects_every_layer_it_promised() -> None:
     assert [a.calls - b for a, b in zip(s.world.model.layers, calls, strict=True)] == [0] * LATE + [1, 1]
 
 
+@pytest.mark.parametrize("dspark", [False, True])
+def test_layers_before_a_range_replay_where_they_have_a_bucket(dspark: bool) -> None:
+    s = Sweep(World(late=True))
+    world = s.world
+    if dspark:
+        world.model.dspark_layers_to_capture = [1, 5]
+    early, late = s.captured(), s.captured(first=LATE, last=LAYERS)
+    early.drop(16)
+    found: dict[str, list[Any]] = {"eagerly": [], "replayed": []}
+    batches = {rows: s.dummies.batch(rows, TAIL_ROWS) for rows in (3, 8, 10)}
+    for way, others in (("eagerly", []), ("replayed", [early])):
+        s.startup.banks = [*others, late]
+        for rows, batch in batches.items():
+            caches, calls = world.caches(), world.model.layers[0].calls
+
+            def visit(live: Any, batch: Any, way: str = way) -> Any:
+                found[way] += [live.residual.clone(), live.pre.clone()]
+                return late.replay(late.bucket_for(live.rows) or 0, live, batch)
+
+            s.startup.visit(late, batch, visit)
+            ran = world.model.layers[0].calls - calls
+            assert ran == (way == "eagerly" or rows == 10)
+            world.set_caches(caches)
+    assert len(found["eagerly"]) == len(found["replayed"]) == 6
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found.values(), strict=True))
+
+
 class Scripted:
     """Trial times by bucket: (eager, replayed), and those of several requests."""
 
