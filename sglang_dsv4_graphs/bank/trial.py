@@ -19,8 +19,9 @@ ROUNDS = 2
 ALWAYS = 1024
 # Only multiples are tried: a trial costs about a second of startup.
 COARSE = 512
-# What a replay must save of the eager time to win: two runs of one kind differ by as much, and a tie costs memory.
-GAIN = 0.01
+# What a replay must save of the eager time to win. A tie costs memory and startup, and one trial in two servers
+# differs by up to 3.5 % (docs/performance.md).
+GAIN = 0.05
 # Requests from which on a step is one of several.
 SEVERAL = 4
 # The largest bucket that may stay for steps of several requests alone; more cost memory and startup for all.

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 LOG_LINES = 40
+# A line with a server's arguments has thousands of characters, and is not what went wrong.
+LINE_LENGTH = 300
 POLL_S = 0.5
 # Ended processes that nobody collects look alive: do not wait for them longer than this.
 END_S = 10
@@ -96,7 +98,9 @@ def how_it_ended(code: int | None, limit_s: float) -> str:
 
 
 def last_lines(log: str) -> str:
-    return "\n".join(log.splitlines()[-LOG_LINES:])
+    """The end of a log, for an error message."""
+    lines = log.splitlines()[-LOG_LINES:]
+    return "\n".join(line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}..." for line in lines)
 
 
 def _end_with_parent() -> None:

@@ -53,7 +53,7 @@ def test_the_worst_rows_of_a_bucket(bucket: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("eager", "replayed", "wins"), [(1.0, 0.9, True), (1.0, 0.985, True), (1.0, 0.995, False), (1.0, 1.1, False)]
+    ("eager", "replayed", "wins"), [(1.0, 0.9, True), (1.0, 0.945, True), (1.0, 0.955, False), (1.0, 1.1, False)]
 )
 def test_a_win(eager: float, replayed: float, wins: bool) -> None:
     assert Trial(64, 1, eager, replayed).wins is wins

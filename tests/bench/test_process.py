@@ -87,3 +87,10 @@ def test_a_termination_signal_unwinds() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_the_end_of_a_log_is_short() -> None:
+    log = "\n".join(["first", *["line"] * 38, "x" * 5000, "y" * 300, "last"])
+    lines = process.last_lines(log).splitlines()
+    assert (len(lines), lines[0], lines[-1]) == (40, "line", "last")
+    assert (lines[-3], lines[-2]) == ("x" * 300 + "...", "y" * 300)
