@@ -22,7 +22,7 @@ from sglang_dsv4_graphs.bank.buckets import bucket_for
 from sglang_dsv4_graphs.bank.copy_in import Rows, copy_in
 from sglang_dsv4_graphs.bank.counts import RowCounts
 from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard
-from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
+from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.query_pad import QueryPad
 from sglang_dsv4_graphs.bank.statics import StaticRows
 from sglang_dsv4_graphs.bank.trial import SEVERAL
@@ -30,26 +30,6 @@ from sglang_dsv4_graphs.breaks.shared import StepShared
 
 # (real rows, bucket rows, sharded) -> rows of this rank's shard
 LocalRows = Callable[[int, int, bool], int]
-
-
-@dataclass(frozen=True)
-class RangeOutputs:
-    """Rows that leave a range; views of static buffers, valid until the bank's next replay."""
-
-    residual: torch.Tensor
-    pre: torch.Tensor | None
-    aux: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, outputs: list[torch.Tensor | None], rows: int) -> RangeOutputs:
-        cut = [None if t is None else t[:rows] for t in outputs]
-        if cut[0] is None:
-            raise ValueError("a range without residual output")
-        return cls(cut[0], cut[1], cut[2] if len(cut) > 2 else None)
-
-    def cloned(self) -> RangeOutputs:
-        """A copy that outlives the next replay."""
-        return RangeOutputs(*(None if t is None else t.clone() for t in (self.residual, self.pre, self.aux)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

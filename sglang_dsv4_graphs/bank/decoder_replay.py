@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
+from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, decoder_replay_buckets
 from sglang_dsv4_graphs.bank.decide import OTHER_ROWS
 from sglang_dsv4_graphs.bank.engine_tail import open_engine_tail
 from sglang_dsv4_graphs.bank.engram import has_engram, staged_by_scheduler
-from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.range_bank import RangeBank
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.sweep import Startup

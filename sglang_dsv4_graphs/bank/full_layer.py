@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
+from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.buckets import full_layer_buckets
+from sglang_dsv4_graphs.bank.layer_range import RangeOutputs
 from sglang_dsv4_graphs.bank.range_bank import RangeBank
 from sglang_dsv4_graphs.bank.served import Step
 from sglang_dsv4_graphs.bank.sweep import Startup

@@ -57,6 +57,26 @@ class RangeInputs:
         return self.residual.shape[0]
 
 
+@dataclass(frozen=True)
+class RangeOutputs:
+    """Rows that leave a range; views of static buffers, valid until the bank's next replay."""
+
+    residual: torch.Tensor
+    pre: torch.Tensor | None
+    aux: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, outputs: list[torch.Tensor | None], rows: int) -> RangeOutputs:
+        cut = [None if t is None else t[:rows] for t in outputs]
+        if cut[0] is None:
+            raise ValueError("a range without residual output")
+        return cls(cut[0], cut[1], cut[2] if len(cut) > 2 else None)
+
+    def cloned(self) -> RangeOutputs:
+        """A copy that outlives the next replay."""
+        return RangeOutputs(*(None if t is None else t.clone() for t in (self.residual, self.pre, self.aux)))  # type: ignore[arg-type]
+
+
 @contextmanager
 def multi_stream_off() -> Iterator[None]:
     """Keep ratio-0 layers off the multi-stream prepare while a range captures (see ``MULTI_STREAM_ENV``)."""

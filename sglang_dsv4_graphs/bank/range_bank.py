@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
+from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.decide import NOTHING_CAPTURED, RETIRED, TOO_FEW_REQUESTS, rows_reason
 from sglang_dsv4_graphs.bank.guard import MovedBufferError
-from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.shadow import Shadow
 from sglang_dsv4_graphs.bank.views import Takeover

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
-    from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+    from sglang_dsv4_graphs.bank.bank import Bank
+    from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
     from sglang_dsv4_graphs.bank.served import ServedModel
 
 

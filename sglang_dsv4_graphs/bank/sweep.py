@@ -12,26 +12,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 from sglang_dsv4_graphs.bank.backend import CaptureError, GraphBackend
-from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
+from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.buckets import DECODER_REPLAY_STEP, UNCHUNKED_ROWS, rehearsal_rows
+from sglang_dsv4_graphs.bank.capture_run import BatchOf, CaptureRun
 from sglang_dsv4_graphs.bank.device import Device
 from sglang_dsv4_graphs.bank.dummies import Dummies
 from sglang_dsv4_graphs.bank.guard import AddressGuard
-from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs
+from sglang_dsv4_graphs.bank.layer_range import LayerRange
 from sglang_dsv4_graphs.bank.ranks import Ranks
-from sglang_dsv4_graphs.bank.report import bank_values, bucket_values, total_values
-from sglang_dsv4_graphs.bank.room import Grown, expected_bytes, shortage
+from sglang_dsv4_graphs.bank.report import bank_values, total_values
+from sglang_dsv4_graphs.bank.room import Grown
 from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.bank.trial_run import TrialRun
 from sglang_dsv4_graphs.bank.views import Takeover
 from sglang_dsv4_graphs.bank.visit import Visit, visitor
 from sglang_dsv4_graphs.log import RankLog, logger
-
-BatchOf = Callable[[int], Any]
-NO_ROOM_FOR_SEVERAL = "a capture failed, and buckets for every step come first"
 
 
 class Startup:
@@ -64,10 +60,10 @@ class Startup:
         self._guards: dict[tuple[int, int], AddressGuard] = {}
         self.ranks = ranks
         self.device = device
-        self._strict = strict
+        self.strict = strict
         self.log: RankLog = served.log
         self._grow_seconds = 0.0
-        self._grown: Grown | None = None
+        self.grown: Grown | None = None
         self._began, self._free_before, self._free_after = 0.0, 0, 0
 
     @property
@@ -138,7 +134,7 @@ class Startup:
             self.run(lambda: self.dummies.batch(rows), self.dummies.run)
         held = self.device.free_bytes()
         self.device.release()
-        self._grown = Grown(rows, max(0, self.device.free_bytes() - held))
+        self.grown = Grown(rows, max(0, self.device.free_bytes() - held))
         self._grow_seconds = time.perf_counter() - start
 
     def run(self, build: Callable[[], Any], run: Callable[[Any], object]) -> None:
@@ -158,45 +154,11 @@ class Startup:
         if trim and self.device.is_cuda:
             TrialRun(self, bank, batch_of).trim()
         start, free = time.perf_counter(), self.device.free_bytes()
-        while self._capture_missing(bank, batch_of):
-            pass
+        CaptureRun(self, bank, batch_of).ladder()
         # What warm-ups left in the allocator's cache is not the bank's.
         self.release()
         used = free - self.device.free_bytes()
         self.log.info("captured", **bank_values(bank, seconds=time.perf_counter() - start, used=used))
-
-    def _capture_missing(self, bank: Bank, batch_of: BatchOf) -> bool:
-        """Capture down the ladder until a bucket fails; whether another go may get further.
-
-        Buckets for steps of several requests alone go first then, so that their memory costs no other step its graph.
-        """
-        missing = sorted(set(bank.planned) - set(bank.buckets), reverse=True)
-        for rows in tqdm(missing, desc=f"Capturing {bank.name}", disable=self._quiet()):
-            problem = self.capture_one(bank, rows, batch_of)
-            if problem:
-                bank.drop(rows)
-                gone = bank.drop_for_several()
-                self._failed(bank, rows, problem)
-                if gone:
-                    self.log.info("trimmed", bank=bank.name, rows=f"{gone[0]}..{gone[-1]}", reason=NO_ROOM_FOR_SEVERAL)
-                return bool(gone)
-            self.log.debug("captured", **bucket_values(bank, rows))
-        return False
-
-    def capture_one(self, bank: Bank, rows: int, batch_of: BatchOf) -> str:
-        """Capture one bucket on all ranks; returns what went wrong on one of them, or nothing."""
-
-        def capture(live: RangeInputs, batch: Any) -> RangeOutputs:
-            metadata = self.served.engine.get_attn_backend().forward_metadata
-            bank.capture(rows, live, batch, metadata)
-            return bank.outputs(rows, rows)
-
-        def attempt() -> None:
-            batch = batch_of(rows)
-            self._check_room(bank, rows)
-            self.visit(bank, batch, capture)
-
-        return self.together(f"capture of {bank.name} rows={rows}", attempt)
 
     def together(self, what: str, attempt: Callable[[], None]) -> str:
         """Run ``attempt`` on all ranks; returns what went wrong on one of them, or nothing.
@@ -209,15 +171,6 @@ class Startup:
         logger.debug("%s failed: %s", what, failure, exc_info=failure.error)
         return str(failure)
 
-    def _check_room(self, bank: Bank, rows: int) -> None:
-        """Stop on all ranks alike where one has too little memory for ``rows`` rows; meets the other ranks."""
-        costs = [stats.bytes for stats in reversed(bank.stats)]
-        free, expected = self.device.room_bytes(), expected_bytes(rows, self._grown, costs)
-        notes = [note.split() for note in self.ranks.rendezvous(f"{free} {expected}")]
-        problem = shortage(rows, [int(n[0]) for n in notes], [int(n[1]) for n in notes])
-        if problem is not None and self.device.is_cuda:
-            raise CaptureError(problem)
-
     def visit(self, bank: Bank, batch: Any, visit: Visit) -> None:
         """Run a dummy step up to the end of ``bank``'s range, with ``visit`` in place of the range.
 
@@ -225,13 +178,6 @@ class Startup:
         """
         with self.served.forced(visitor(self.served, bank, visit, self.banks)):
             self.dummies.run(batch)
-
-    def _failed(self, bank: Bank, rows: int, problem: str) -> None:
-        self.device.release()
-        kept = len(bank.buckets)
-        self.log.warning("capture-failed", bank=bank.name, rows=rows, kept=kept, reason=problem)
-        if self._strict:
-            raise CaptureError(f"bank={bank.name} rows={rows}: {problem}")
 
     def open(self) -> None:
         """The engine has captured its own graphs: from here on time and memory are ours."""
@@ -279,7 +225,3 @@ class Startup:
         seconds = self._grow_seconds + time.perf_counter() - self._began
         values = total_values(self.banks, free_before=self._free_before, free=self._free_after, seconds=seconds)
         self.log.info("captured", **values)
-
-    def _quiet(self) -> bool | None:
-        # None: a bar on a terminal only, as in the engine's own capture.
-        return True if self.log.rank else None

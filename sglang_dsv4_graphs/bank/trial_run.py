@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
-from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.bank import Bank
+from sglang_dsv4_graphs.bank.capture_run import BatchOf, CaptureRun
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.trial import (
     ROUNDS,
     SEVERAL,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TrialRun:
     """Trials of one bank, with graphs that are thrown away; ``batch_of`` builds a dummy step of some rows."""
 
-    def __init__(self, startup: Startup, bank: Bank, batch_of: Callable[[int], Any]) -> None:
+    def __init__(self, startup: Startup, bank: Bank, batch_of: BatchOf) -> None:
         self._startup, self._bank, self._batch_of = startup, bank, batch_of
 
     def trim(self) -> None:
@@ -89,7 +89,7 @@ class TrialRun:
         def attempt() -> None:
             startup.run(step, lambda batch: startup.visit(scratch, batch, race))
 
-        problem = startup.capture_one(scratch, bucket, self._batch_of)
+        problem = CaptureRun(startup, scratch, self._batch_of).one(bucket)
         problem = problem or startup.together(f"trial of {scratch.name} rows={bucket}", attempt)
         scratch.retire("trial over")
         startup.device.release()

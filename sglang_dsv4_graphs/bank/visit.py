@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
-from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.bank import Bank
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.views import Takeover
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs
-from sglang_dsv4_graphs.bank.layer_range import RangeInputs
+from sglang_dsv4_graphs.bank.bank import Bank
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.range_bank import repeatable
 from sglang_dsv4_graphs.bank.shadow import largest_difference
 from sglang_dsv4_graphs.bank.sweep import Startup

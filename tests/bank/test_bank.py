@@ -15,9 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sglang_dsv4_graphs.bank.backend import CaptureError, ReplayFault  # noqa: E402
-from sglang_dsv4_graphs.bank.bank import Bank, RangeOutputs  # noqa: E402
+from sglang_dsv4_graphs.bank.bank import Bank  # noqa: E402
 from sglang_dsv4_graphs.bank.guard import AddressGuard, GuardedBuffer, MovedBufferError  # noqa: E402
-from sglang_dsv4_graphs.bank.layer_range import RangeInputs  # noqa: E402
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs  # noqa: E402
 from sglang_dsv4_graphs.bank.tape import TapeBackend  # noqa: E402
 from sglang_dsv4_graphs.breaks.shared import StepShared  # noqa: E402
 from tests.bank.small_range import SmallRange, live_batch, live_rows  # noqa: E402

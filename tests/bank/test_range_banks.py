@@ -22,7 +22,7 @@ from sglang_dsv4_graphs.bank.sweep import Startup  # noqa: E402
 from sglang_dsv4_graphs.bank.tape import TapeBackend  # noqa: E402
 from tests.bank import small_model  # noqa: E402
 from tests.bank.small_model import LATE, LAYERS, TAIL_ROWS, Layer, SmallDummies, World  # noqa: E402
-from tests.bank.test_sweep import FakeDevice  # noqa: E402
+from tests.bank.small_sweep import FakeDevice  # noqa: E402
 
 FULL = (8, 16, 24)
 TAILS = (4, 8, 12)

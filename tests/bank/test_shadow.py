@@ -10,8 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_dsv4_graphs.bank.bank import RangeOutputs  # noqa: E402
-from sglang_dsv4_graphs.bank.layer_range import RangeInputs  # noqa: E402
+from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs  # noqa: E402
 from sglang_dsv4_graphs.bank.shadow import Shadow, largest_difference  # noqa: E402
 from sglang_dsv4_graphs.log import RankLog  # noqa: E402
 

@@ -420,7 +420,7 @@ def test_what_the_sweep_is_given() -> None:
         manager.register(plugin)
     startup = make_startup(engine, served, runner, manager)  # type: ignore[arg-type]
     assert startup.served is served  # type: ignore[comparison-overlap]
-    assert (startup.chunk_size, startup._strict, startup.backend) == (4096, True, "supplied for cpu")
+    assert (startup.chunk_size, startup.strict, startup.backend) == (4096, True, "supplied for cpu")
     assert (startup.dummies.most_rows, startup.dummies.most_requests) == (1024, 4)
     assert startup.ranks is served.ranks
 
