@@ -195,11 +195,18 @@ def run_three_steps(spoil: str) -> None:
 
 
 def leave_everything_stale() -> None:
-    """Nothing is replayed, and nothing uninstalled."""
+    """Nothing is replayed once the server is up, whose startup replays too, and nothing uninstalled."""
+    from sglang_dsv4_graphs.bank.sweep import Startup
     from sglang_dsv4_graphs.bank.tape import TapeRecording
     from sglang_dsv4_graphs.hooks.ledger import Ledger
 
-    TapeRecording.replay = lambda self: None  # type: ignore[method-assign]
+    summary = Startup.summary
+
+    def last_of_startup(startup: Startup) -> None:
+        summary(startup)
+        TapeRecording.replay = lambda self: None  # type: ignore[method-assign]
+
+    Startup.summary = last_of_startup  # type: ignore[method-assign]
     Ledger.undo = lambda self: None  # type: ignore[method-assign]
 
 
