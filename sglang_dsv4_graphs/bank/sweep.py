@@ -26,7 +26,7 @@ from sglang_dsv4_graphs.bank.room import Grown
 from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.bank.trial_run import TrialRun
 from sglang_dsv4_graphs.bank.views import Takeover
-from sglang_dsv4_graphs.bank.visit import Visit, visitor
+from sglang_dsv4_graphs.bank.visit import Visit, moved, replays_before, visitor
 from sglang_dsv4_graphs.log import RankLog, logger
 
 
@@ -174,9 +174,13 @@ class Startup:
     def visit(self, bank: Bank, batch: Any, visit: Visit) -> None:
         """Run a dummy step up to the end of ``bank``'s range, with ``visit`` in place of the range.
 
-        Layers before the range replay where they can: run eagerly they would take most of a late range's capture.
+        Layers before the range replay where they can: run eagerly they would take most of a late range's capture. All
+        ranks must come here alike, as to the forward itself.
         """
-        with self.served.forced(visitor(self.served, bank, visit, self.banks)):
+        replayed = replays_before(bank, self.banks, int(batch.input_ids.shape[0]))
+        if replayed and self.ranks.who(any(moved(b, bucket) for b, bucket in replayed)) is not None:
+            replayed = []
+        with self.served.forced(visitor(self.served, bank, visit, replayed)):
             self.dummies.run(batch)
 
     def open(self) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank
+from sglang_dsv4_graphs.bank.guard import MovedBufferError
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.views import Takeover
@@ -15,12 +16,35 @@ from sglang_dsv4_graphs.bank.views import Takeover
 Visit = Callable[[RangeInputs, Any], RangeOutputs]
 
 
+def replays_before(bank: Bank, banks: Iterable[Bank], rows: int) -> list[tuple[Bank, int]]:
+    """Which of ``banks`` can replay ``rows`` rows of a step that is to reach ``bank``'s range, and in which bucket.
+
+    No two of them share a layer.
+    """
+    found: list[tuple[Bank, int]] = []
+    for b in banks:
+        bucket = b.bucket_for(rows)
+        apart = all(b.layers.last <= t.layers.first or t.layers.last <= b.layers.first for t, _ in found)
+        if bucket is not None and b.layers.last <= bank.layers.first and apart:
+            found.append((b, bucket))
+    return found
+
+
+def moved(bank: Bank, bucket: int) -> bool:
+    """Whether a buffer that ``bucket``'s graph reads has moved; the first step that is served says so."""
+    try:
+        bank.check(bucket)
+    except MovedBufferError:
+        return True
+    return False
+
+
 def visitor(
-    served: ServedModel, bank: Bank, visit: Visit, earlier: Iterable[Bank] = ()
+    served: ServedModel, bank: Bank, visit: Visit, replayed: Iterable[tuple[Bank, int]] = ()
 ) -> Callable[[Step], list[Takeover]]:
     """Takeovers of a step that runs ``visit`` in place of ``bank``'s range, and little after it.
 
-    Layers of ``earlier`` banks replay where these have a bucket for the step.
+    Layers of the banks in ``replayed`` replay in the bucket given there.
     """
     model = served.model
     overrides: dict[str, Any] = {"decoder_replay_tail": None}
@@ -29,8 +53,7 @@ def visitor(
         overrides |= {"end_layer": bank.layers.last, "late_layer_start": None}
 
     def takeovers(step: Step) -> list[Takeover]:
-        buckets = [(b, b.bucket_for(step.facts.rows)) for b in earlier if b.layers.last <= bank.layers.first]
-        replays = [_takeover(step, b, partial(b.replay, bucket)) for b, bucket in buckets if bucket is not None]
+        replays = [_takeover(step, b, partial(b.replay, bucket)) for b, bucket in replayed]
         return [*replays, _takeover(step, bank, visit, overrides)]
 
     return takeovers
@@ -44,7 +67,8 @@ def _takeover(step: Step, bank: Bank, visit: Visit, overrides: dict[str, Any] | 
         outputs = visit(step.inputs(first, last, state, positions, input_ids), step_batch)
         if outputs.aux is not None:
             # Only rows of the tail go on to the draft; a late range has no others.
-            tail = step.tail if first == served.model.start_layer else None
+            late = served.model.late_layer_start
+            tail = step.tail if late is not None and first < late else None
             served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), tail)
         return served.engine.HcState(outputs.residual, outputs.pre)
 

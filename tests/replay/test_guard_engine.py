@@ -221,3 +221,37 @@ def test_a_window_that_moved_is_found_after_an_update(servers: Servers) -> None:
     assert replays == {}
     assert fallbacks == {(FULL_LAYER, RETIRED): 1, (DECODER_REPLAY, RETIRED): 1}
     retired_with(server, "window-k-2", before, address_of(pool.swa[2]))
+
+
+def test_a_buffer_that_moves_during_the_startup_is_replayed_by_no_dummy_step(
+    servers: Servers, extension: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workspace grows in the first capture of the late layers; the next dummy step passes the full-layer bank."""
+    from sglang_dsv4_graphs.bank.bank import Bank
+    from sglang_dsv4_graphs.bank.guard import MovedBufferError
+
+    replays: list[tuple[str, bool]] = []
+    capture, replay = Bank.capture, Bank.replay
+
+    def growing(bank: Any, bucket: int, *args: Any) -> Any:
+        if bank.name == DECODER_REPLAY:
+            extension.grow(128)
+        return capture(bank, bucket, *args)
+
+    def watched(bank: Any, bucket: int, *args: Any) -> Any:
+        try:
+            bank.check(bucket)
+            replays.append((bank.name, False))
+        except MovedBufferError:
+            replays.append((bank.name, True))
+        return replay(bank, bucket, *args)
+
+    monkeypatch.setattr(Bank, "capture", growing)
+    monkeypatch.setattr(Bank, "replay", watched)
+    settings = {FULL_LAYER_CAP: "256", DECODER_REPLAY_CAP: "256"}
+    server = servers.own(settings, extensions=[extension])
+    assert server.log.having("captured bank=decoder-replay graphs=2 ")
+    assert replays.count((FULL_LAYER, False)) == 1  # before the first capture
+    assert (FULL_LAYER, True) not in replays
+    # The rehearsal is a step like any other, and says so.
+    assert server.log.having("moved-buffer", "bank=full-layer ")
