@@ -31,8 +31,9 @@ def test_every_end_of_the_ladder(wins: int, largest: int) -> None:
     assert len(tried) <= 5
 
 
-def test_the_top_comes_first_and_may_be_all() -> None:
-    assert search(LADDER, 8192)[1] == [8192]
+def test_the_middle_comes_first_as_trials_of_the_top_take_longest() -> None:
+    assert search(LADDER, 2560) == (2560, [5120, 3072, 2048, 2560])
+    assert search(LADDER, 8192) == (8192, [5120, 7168, 8192])
 
 
 def test_only_coarse_steps_are_tried_and_an_odd_top() -> None:
@@ -57,6 +58,8 @@ def test_the_worst_rows_of_a_bucket(bucket: int, rows: int) -> None:
 )
 def test_a_win(eager: float, replayed: float, wins: bool) -> None:
     assert Trial(64, 1, eager, replayed).wins is wins
+    # Where the fewest requests that are several tie, more of them win.
+    assert Trial(64, 1, eager, replayed, requests=4).wins is (replayed <= eager)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_the_ladder_ends_where_replays_stop_paying(
 ) -> None:
     monkeypatch.setattr(trial_run, "largest_winner", lambda buckets, run: (8, [run(16), run(8)]))
     s = Sweep(World(), cuda=True)
-    scripted = Scripted(monkeypatch, {16: (1.0, 2.0), 8: (1.0, 0.5)}, several=(1.0, 1.0))
+    scripted = Scripted(monkeypatch, {16: (1.0, 2.0), 8: (1.0, 0.5)}, several=(1.0, 1.01))
     bank = s.captured(trim=True)
     assert scripted.tried == [(16, 1), (8, 1), (16, 4)]
     assert bank.planned == bank.buckets == (4, 8)
