@@ -174,7 +174,7 @@ class Startup:
     def visit(self, bank: Bank, batch: Any, visit: Visit) -> None:
         """Run a dummy step up to the end of ``bank``'s range, with ``visit`` in place of the range.
 
-        Layers before the range replay where they can: run eagerly they took 2.7 of the 6.6 s of a late range's captures. All
+        Layers before the range replay where they can: eager ones took 2.7 of the 6.6 s of a late range's captures. All
         ranks must come here alike, as to the forward itself.
         """
         replayed = replays_before(bank, self.banks, int(batch.input_ids.shape[0]))
