@@ -21,7 +21,7 @@ from sglang_dsv4_graphs.bank.backend import GraphBackend, Recording
 from sglang_dsv4_graphs.bank.buckets import bucket_for
 from sglang_dsv4_graphs.bank.copy_in import Rows, copy_in
 from sglang_dsv4_graphs.bank.counts import RowCounts
-from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard
+from sglang_dsv4_graphs.bank.guard import Addresses, AddressGuard, MovedBufferError
 from sglang_dsv4_graphs.bank.layer_range import LayerRange, RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.query_pad import QueryPad
 from sglang_dsv4_graphs.bank.statics import StaticRows
@@ -133,6 +133,14 @@ class Bank:
     def check(self, bucket: int, *, everything: bool = False) -> None:
         """Raise ``MovedBufferError`` if a buffer that ``bucket``'s graph reads has moved."""
         self.guard.check(self._captured[bucket].addresses, bank=self.name, bucket=bucket, everything=everything)
+
+    def moved(self, bucket: int) -> MovedBufferError | None:
+        """What ``check`` raises, for a decision that all ranks take together."""
+        try:
+            self.check(bucket)
+        except MovedBufferError as e:
+            return e
+        return None
 
     def end_ladder(self, largest: int) -> None:
         """Plan no bucket above ``largest``, and no rows for one; before the first capture."""

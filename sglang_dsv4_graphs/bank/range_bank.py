@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary
 
 from sglang_dsv4_graphs.bank.bank import Bank
 from sglang_dsv4_graphs.bank.decide import NOTHING_CAPTURED, RETIRED, TOO_FEW_REQUESTS, rows_reason
-from sglang_dsv4_graphs.bank.guard import MovedBufferError
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.shadow import Shadow
@@ -51,11 +50,7 @@ class RangeBank:
         if not bank.pays(bucket, requests):
             served.count_fallback(self.name, TOO_FEW_REQUESTS, rows)
             return None
-        moved: MovedBufferError | None = None
-        try:
-            bank.check(bucket)
-        except MovedBufferError as e:
-            moved = e
+        moved = bank.moved(bucket)
         # An address may stay by chance on one rank where it moves on another, so each step asks all of them.
         rank = served.ranks.who(moved is not None)
         if rank is not None:

@@ -26,7 +26,7 @@ from sglang_dsv4_graphs.bank.room import Grown
 from sglang_dsv4_graphs.bank.served import ServedModel
 from sglang_dsv4_graphs.bank.trial_run import TrialRun
 from sglang_dsv4_graphs.bank.views import Takeover
-from sglang_dsv4_graphs.bank.visit import Visit, moved, replays_before, visitor
+from sglang_dsv4_graphs.bank.visit import Visit, replays_before, visitor
 from sglang_dsv4_graphs.log import RankLog, logger
 
 
@@ -177,8 +177,9 @@ class Startup:
         Layers before the range replay where they can: eager ones took 2.7 of the 6.6 s of a late range's captures. All
         ranks must come here alike, as to the forward itself.
         """
+        # A buffer that moved is for the first served step to report: here it only keeps the graphs out.
         replayed = replays_before(bank, self.banks, int(batch.input_ids.shape[0]))
-        if replayed and self.ranks.who(any(moved(b, bucket) for b, bucket in replayed)) is not None:
+        if replayed and self.ranks.who(any(b.moved(bucket) for b, bucket in replayed)) is not None:
             replayed = []
         with self.served.forced(visitor(self.served, bank, visit, replayed)):
             self.dummies.run(batch)

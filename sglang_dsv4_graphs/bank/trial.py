@@ -10,6 +10,7 @@ one of a single request does not. So buckets above that end may stay for steps o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,18 +63,14 @@ def largest_winner(buckets: Sequence[int], run: Callable[[int], Trial]) -> tuple
     """
     tried = [b for b in buckets if b > ALWAYS and (b % COARSE == 0 or b == buckets[-1])]
     trials: list[Trial] = []
-    # Invariant: the first ``low`` of ``tried`` win; everything from ``high`` on loses.
-    low, high = 0, len(tried)
-    while low < high:
-        probe = (low + high) // 2
-        trial = run(tried[probe])
-        trials.append(trial)
-        if trial.wins:
-            low = probe + 1
-        else:
-            high = probe
-    if low:
-        return tried[low - 1], trials
+
+    def loses(bucket: int) -> bool:
+        trials.append(run(bucket))
+        return not trials[-1].wins
+
+    winners = bisect_left(tried, True, key=loses)
+    if winners:
+        return tried[winners - 1], trials
     return max((b for b in buckets if b <= ALWAYS), default=0), trials
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from sglang_dsv4_graphs.bank.bank import Bank
-from sglang_dsv4_graphs.bank.guard import MovedBufferError
 from sglang_dsv4_graphs.bank.layer_range import RangeInputs, RangeOutputs
 from sglang_dsv4_graphs.bank.served import ServedModel, Step
 from sglang_dsv4_graphs.bank.views import Takeover
@@ -30,15 +29,6 @@ def replays_before(bank: Bank, banks: Iterable[Bank], rows: int) -> list[tuple[B
     return found
 
 
-def moved(bank: Bank, bucket: int) -> bool:
-    """Whether a buffer that ``bucket``'s graph reads has moved; the first step that is served says so."""
-    try:
-        bank.check(bucket)
-    except MovedBufferError:
-        return True
-    return False
-
-
 def visitor(
     served: ServedModel, bank: Bank, visit: Visit, replayed: Iterable[tuple[Bank, int]] = ()
 ) -> Callable[[Step], list[Takeover]]:
@@ -53,13 +43,13 @@ def visitor(
         overrides |= {"end_layer": bank.layers.last, "late_layer_start": None}
 
     def takeovers(step: Step) -> list[Takeover]:
-        replays = [_takeover(step, b, partial(b.replay, bucket)) for b, bucket in replayed]
+        replays = [_takeover(step, b, partial(b.replay, bucket), {}) for b, bucket in replayed]
         return [*replays, _takeover(step, bank, visit, overrides)]
 
     return takeovers
 
 
-def _takeover(step: Step, bank: Bank, visit: Visit, overrides: dict[str, Any] | None = None) -> Takeover:
+def _takeover(step: Step, bank: Bank, visit: Visit, overrides: dict[str, Any]) -> Takeover:
     """``visit`` in place of ``bank``'s range of ``step``."""
     served, first, last = step.served, bank.layers.first, bank.layers.last
 
@@ -72,4 +62,4 @@ def _takeover(step: Step, bank: Bank, visit: Visit, overrides: dict[str, Any] | 
             served.engine.collect_aux(step.packer, outputs.aux, len(bank.captured_layers), tail)
         return served.engine.HcState(outputs.residual, outputs.pre)
 
-    return Takeover(first, last, run, overrides or {})
+    return Takeover(first, last, run, overrides)

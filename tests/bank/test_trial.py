@@ -1,4 +1,4 @@
-"""Where the ladder ends: the bisection tries few buckets, the largest first, and trusts a measured win alone."""
+"""Where the ladder ends: the bisection tries few buckets, the middle first, and trusts a measured win alone."""
 
 from __future__ import annotations
 

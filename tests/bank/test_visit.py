@@ -146,7 +146,7 @@ def test_hidden_states_of_every_range_before_the_tail_are_narrowed() -> None:
 
     s.world.engine.collect_aux = collect_aux  # type: ignore[method-assign]
     middle = s.startup.make_bank("middle", 2, LATE, BUCKETS)
-    s.startup.capture_all(middle, lambda rows: s.dummies.batch(rows))
+    s.startup.capture_all(middle, s.dummies.batch)
     collected.clear()
     # One request of eight rows has a tail of two.
     s.startup.visit(middle, s.dummies.batch(8), lambda live, b: middle.replay(8, live, b))
